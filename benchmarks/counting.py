@@ -104,22 +104,19 @@ def counted_flops(step: Callable[[], object]) -> int:
     return int(counter.get_total_flops())
 
 
-def factor_flops(model: nn.Module, forward: Callable[[], object], triangle: bool = False) -> int:
-    """Return the FLOPs of the products that compute the factors of one batch, or one triangle of each factor.
+def factor_flops(model: nn.Module, forward: Callable[[], object]) -> int:
+    """Return the FLOPs of the products that compute the factors of one batch.
 
     An A that is not a full matrix counts as 0: the diagonal of an embedding, and the 1 of a normalization layer.
     """
     found: list[int] = []
     examples: list[int] = []
 
-    def pairs(n: int) -> int:
-        return n * (n + 1) // 2 if triangle else n * n
-
     def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
         examples.append(len(args[0]))
 
     def note(layer: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        found.extend(_products(layer, args, out, examples[-1], pairs))
+        found.extend(_products(layer, args, out, examples[-1]))
 
     handles = [model.register_forward_pre_hook(enter)]
     handles += [module.register_forward_hook(note) for module in model.modules()]
@@ -132,29 +129,27 @@ def factor_flops(model: nn.Module, forward: Callable[[], object], triangle: bool
     return 2 * sum(found)
 
 
-def _products(
-    layer: nn.Module, args: tuple[Any, ...], out: Any, examples: int, pairs: Callable[[int], int]
-) -> Iterator[int]:
+def _products(layer: nn.Module, args: tuple[Any, ...], out: Any, examples: int) -> Iterator[int]:
     if isinstance(layer, nn.Linear):
         n_g, n_a = layer.weight.shape
-        yield out.numel() // n_g * (pairs(n_a + (layer.bias is not None)) + pairs(n_g))
+        yield out.numel() // n_g * ((n_a + (layer.bias is not None)) ** 2 + n_g**2)
     elif isinstance(layer, nn.Conv2d | nn.ConvTranspose2d):
         channels, groups = layer.out_channels, layer.groups
         n_a = layer.weight.numel() // channels + (layer.bias is not None)
         rows = out.numel() // channels
-        of_a = rows * pairs(n_a)
+        of_a = rows * n_a**2
         if isinstance(layer, nn.Conv2d) and max(layer.stride) == 1 < max(layer.kernel_size):
             lags = (math.prod(2 * k - 1 for k in layer.kernel_size) + 1) // 2
             inputs = layer.in_channels
             of_a = min(of_a, lags * args[0].numel() // inputs * (inputs // groups) ** 2)
-        yield groups * (of_a + rows * pairs(channels // groups))
+        yield groups * (of_a + rows * (channels // groups) ** 2)
     elif isinstance(layer, nn.MultiheadAttention):
         width, bias = layer.embed_dim, layer.in_proj_bias is not None
         for x in (*args[:3], out[0]):
             d_in = width if x is out[0] else x.shape[-1]
-            yield x.numel() // x.shape[-1] * (pairs(d_in + bias) + pairs(width))
+            yield x.numel() // x.shape[-1] * ((d_in + bias) ** 2 + width**2)
     elif isinstance(layer, nn.Embedding):
-        yield args[0].numel() * pairs(layer.embedding_dim)
+        yield args[0].numel() * layer.embedding_dim**2
     elif isinstance(layer, nn.LayerNorm | nn.BatchNorm2d):
         trained = list(layer.parameters())
-        yield sum(p.numel() for p in trained[:1]) * examples * pairs(len(trained))
+        yield sum(p.numel() for p in trained[:1]) * examples * len(trained) ** 2

@@ -1,30 +1,28 @@
 """The runner of all studies: options, stored results, and their output.
 
-A study defines its cells, and how to make rows, tables and a picture of their results. A cell is one run, and its key
-contains everything that it depends on. It is written to the JSON file as soon as it is finished. A command that is
-started again, after an interruption or with more cells, runs only the missing cells, and resumes the run that was
-interrupted.
+A study defines its cells, and how to make rows and tables of their results. A cell is one run, and its key contains
+everything that it depends on. It is written to the JSON file as soon as it is finished. A command that is started
+again, after an interruption or with more cells, runs only the missing cells, and resumes the run that was interrupted.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks import report
 from benchmarks.checkpoints import Pause
 from benchmarks.commands.options import Common, check_ranges
-from benchmarks.compare.runs import curve, find
+from benchmarks.compare.runs import curve
 from benchmarks.compare.wording import notes
 from benchmarks.peers import PeerMissingError
 from benchmarks.peers.checkouts import set_paths
 from benchmarks.recipes.types import Settings
-from benchmarks.runner import FAILURES, WINDOW, Trainer, memory_usage, optimizer_bytes, trainer_of
+from benchmarks.runner import FAILURES, WINDOW, Trainer, memory_usage, optimizer_bytes
 from benchmarks.store import Cells, Figures, Identity
 from benchmarks.workloads import DataMissingError, Size, Workload
 
@@ -53,15 +51,10 @@ class Evidence(Common):
     def stem(self) -> str:
         raise NotImplementedError
 
-    @property
-    def runs(self) -> int:
-        """Number of times that :meth:`rows` calls ``advance``."""
-        raise NotImplementedError
-
     def check_options(self) -> None:
         """Raise an error for invalid options."""
 
-    def rows(self, cells: "Cells", advance: Callable[[str], None]) -> list[Figures]:
+    def rows(self, cells: Cells) -> list[Figures]:
         """Run the missing cells, and return the rows of all cells."""
         raise NotImplementedError
 
@@ -70,41 +63,34 @@ class Evidence(Common):
 
     def run(self) -> int:
         """Run the study. Return 1 if a run failed that should not fail, and 0 otherwise."""
+        self.check(positive=("minutes",))
         self.check_options()
-        cells = self.open_cells(self.stem)
-        with progress(self.stem.replace("-", " "), self.runs) as advance:
-            rows = self.rows(cells, advance)
+        torch.set_num_threads(self.threads)
+        set_paths(self.peer_path)
+        folder = RESULTS if self.keep else self.out_dir
+        cells = Cells(folder / f"{self.stem}.json", None if self.minutes is None else 60 * self.minutes)
+        rows = self.rows(cells)
         shown = self.show(rows)
-        path = self.publish(cells, shown.tables, {**shown.about, "rows": rows})
-        if shown.draw is not None:
-            shown.draw(path)
-            report.print_path("plot", path)
+        if cells.left:
+            print(f"{cells.left} runs remain. Run the same command again to continue")
+        cells.summary = {**shown.about, "rows": rows, "tables": list(map(report.texts, shown.tables))}
+        cells.write()
+        report.save(self.out_dir, self.stem, shown.tables, cells.payload())
+        if self.keep:
+            report.print_path("kept", cells.path)
         return shown.status
 
     check = check_ranges
 
+    @property
+    def seeds_to_run(self) -> range:
+        """The seeds of a study that has the option ``seeds``."""
+        first, count = self.seed, getattr(self, "seeds", 1)
+        return range(first, first + count)
+
     def about(self, workload: Workload, optimizer: str, settings: Settings, **more: Any) -> Identity:
         own = {"workload": workload.name, "size": self.size, "batch_size": workload.batch_size}
         return {**own, "optimizer": optimizer, "settings": dict(settings), **more}
-
-    def open_cells(self, stem: str) -> "Cells":
-        if self.minutes is not None and self.minutes <= 0:
-            raise ValueError(f"minutes must be positive, got {self.minutes}")
-        torch.set_num_threads(self.threads)
-        set_paths(self.peer_path)
-        folder = RESULTS if self.keep else self.out_dir
-        return Cells(folder / f"{stem}.json", None if self.minutes is None else 60 * self.minutes)
-
-    def publish(self, cells: "Cells", tables: Sequence[Table], data: Mapping[str, Any]) -> Path:
-        stem = cells.path.stem
-        if cells.left:
-            print(f"{cells.left} runs remain. Run the same command again to continue")
-        cells.summary = {**data, "tables": [report.texts(table) for table in tables]}
-        cells.write()
-        report.save(self.out_dir, stem, tables, cells.payload())
-        if self.keep:
-            report.print_path("kept", cells.path)
-        return self.out_dir / f"{stem}.png"
 
 
 @dataclass(frozen=True)
@@ -114,20 +100,7 @@ class Shown:
     tables: Sequence[Table]
     about: Mapping[str, Any]
     """Data that is stored with the rows."""
-    draw: Callable[[Path], None] | None = None
     status: int = 0
-
-
-@contextmanager
-def progress(title: str, total: int) -> Iterator[Callable[[str], None]]:
-    bar: Progress
-    with report.progress_bar() as bar:
-        task = bar.add_task(title, total=total)
-
-        def advance(what: str) -> None:
-            bar.update(task, description=f"{title}: {what}", advance=1)
-
-        yield advance
 
 
 def notes_text(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -152,12 +125,20 @@ def figures_of(trainer: Trainer, end: str) -> Figures:
     }
 
 
-def lost(runs: Sequence[Figures]) -> tuple[list[Figures], Figures]:
-    """Return the runs to average, and the failures. If a run failed, there are none: a mean of the others is biased."""
-    whole = [run for run in runs if not run["failed"] and not run["diverged"]]
+def over_seeds(
+    runs: Sequence[Figures], keys: Sequence[str], typical: Callable[[list[float]], float] = statistics.median
+) -> Figures:
+    """Return typical values of runs that differ in the seed, and the counts of those that failed or diverged.
+
+    If a run failed, there are no values, because a mean or median of the others is biased.
+    """
     failed = [run["failed"] for run in runs if run["failed"]]
-    counts = {"runs": len(runs), "failed": failed, "diverged": sum(bool(run.get("diverged")) for run in runs)}
-    return whole if len(whole) == len(runs) else [], counts
+    diverged = sum(bool(run.get("diverged")) for run in runs)
+    row: Figures = {"runs": len(runs), "failed": failed, "diverged": diverged}
+    for key in keys:
+        values = [] if failed or diverged else [run[key] for run in runs]
+        row[key] = typical(values) if values and None not in values else None
+    return row
 
 
 def why_lost(row: Mapping[str, Any]) -> str:
@@ -193,17 +174,21 @@ def train_until(
     return "steps"
 
 
-def run_of(
-    name: str, settings: Settings, workload: Workload, seed: int, steps: int, pause: Pause | None = None
-) -> Figures:
-    trainer = trainer_of(find(name), workload, settings, seed)
-    return figures_of(trainer, train_until(trainer, steps, pause=pause))
+def train_and_evaluate(trainer: Trainer, steps: int, pause: Pause, everything: bool = False) -> Figures:
+    end = train_until(trainer, steps, pause=pause)
+    metric = None if end == "diverged" else trainer.evaluate(everything)[trainer.workload.metric]
+    return {**figures_of(trainer, end), "metric": metric}
 
 
-def attempt(measure: Callable[[], Figures]) -> Figures:
-    try:
-        return {"failed": None, **measure()}
-    except (DataMissingError, PeerMissingError):
-        raise
-    except FAILURES as err:  # the message is stored with the cell, and the study continues
-        return {"failed": f"{type(err).__name__}: {err}"}
+def attempted(measure: Callable[[Pause], Figures]) -> Callable[[Pause], Figures]:
+    """Return a measurement that returns its error, so that a study stores the error and continues."""
+
+    def attempt(pause: Pause) -> Figures:
+        try:
+            return {"failed": None, **measure(pause)}
+        except (DataMissingError, PeerMissingError):
+            raise
+        except FAILURES as err:
+            return {"failed": f"{type(err).__name__}: {err}"}
+
+    return attempt

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.status import Status
 from rich.table import Table
 
 _WIDTH = 120  # of saved tables, and of printed ones if the output is not a terminal
@@ -19,6 +20,11 @@ _WIDTH = 120  # of saved tables, and of printed ones if the output is not a term
 
 def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else _WIDTH)
+
+
+def status(text: str) -> Status:
+    """Return a context that shows what is running. It shows nothing outside a terminal."""
+    return Console(stderr=True).status(text)
 
 
 def progress_bar(target: Console | None = None) -> Progress:

@@ -105,9 +105,15 @@ class Cells:
         return self._found.get(_key(_timed(identity)), (None, None, None))[1]
 
     def run(
-        self, identity: Identity, measure: Callable[[], Figures], counts: Callable[[Figures], bool] = lambda _: True
+        self,
+        identity: Identity,
+        measure: Callable[[Pause], Figures],
+        counts: Callable[[Figures], bool] = lambda _: True,
     ) -> Figures | None:
-        """Return the results of a cell, after running it if necessary; None if there is no time left to run it."""
+        """Return the results of a cell, after running it if necessary; None if there is no time left to run it.
+
+        The measurement gets a checkpoint, from which it can resume an interrupted run.
+        """
         found = self.get(identity)
         if found is not None and counts(found):
             return found
@@ -116,7 +122,8 @@ class Cells:
             return None
         identity = _timed(identity)  # before the measurement, which may change the number of threads
         pause = self.pause(identity)
-        figures: Figures = plain(measure())
+        with report.status(_title(identity)):
+            figures: Figures = plain(measure(pause))
         self._found[_key(identity)] = plain(identity), figures, {**report.environment(), "processor": processor()}
         self.write()
         pause.done()
@@ -139,6 +146,11 @@ class Cells:
 
 def _timed(identity: Identity) -> Identity:
     return {**identity, "threads": torch.get_num_threads()}
+
+
+def _title(identity: Identity) -> str:
+    named = [str(identity[key]) for key in ("workload", "optimizer", "what") if key in identity]
+    return ", ".join([*named, *([f"seed {identity['seed']}"] if "seed" in identity else [])])
 
 
 def _key(identity: Identity) -> str:

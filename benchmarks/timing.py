@@ -1,23 +1,16 @@
 """Step times: classes of steps, optimizers that are timed in turns, and the lower bound that the FLOPs imply.
 
 A step of K-FAC or EK-FAC is plain, or it updates the factors, or it also refreshes the inverses. One short run times
-all three, and the mean weights them according to longer intervals. A step of HyLo is plain or a refresh. The time of a
-stage is compared with the time that its FLOPs take at the rate of large matrix products.
+all three, and the mean weights them according to longer intervals. A step of HyLo is plain or a refresh.
 """
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-from rich.table import Table
-
-from benchmarks import report
-from benchmarks.machine import Rate, no_collections, peak_bytes
-from benchmarks.report import value
+from benchmarks.machine import no_collections
 from benchmarks.runner import Trainer
-from secondorder import SecondOrderOptimizer
-from secondorder.diagnostics import StageClock
 
 StepClass = Literal["plain", "factor", "refresh"]
 Times = dict[StepClass, list[float]]
@@ -79,8 +72,6 @@ class Work:
     refresh: float = 0.0
     scale: float = 0.0
     """FLOPs of EK-FAC's scale, which every step measures."""
-    triangles: float = 0.0
-    """FLOPs of the factors if only one triangle of each symmetric product is computed."""
 
     def floor(self, intervals: Intervals) -> float:
         """Return the minimum step time relative to plain training, if all FLOPs took the same time."""
@@ -118,17 +109,6 @@ class Contender:
         if record:
             self.times.setdefault(kind, []).append(seconds)
 
-    def peaks(self) -> dict[StepClass, int]:
-        peaks: dict[StepClass, int] = {}
-        for _ in range(self.measured.refresh if self.scheme else 1):
-            kind = self.next_class
-            if kind in peaks:
-                self.step(record=False)
-            else:
-                self.trainer.optimizer.zero_grad()  # gradients of the last step must not raise the initial level
-                peaks[kind] = peak_bytes(lambda: self.step(record=False), self.trainer.precision.device)
-        return peaks
-
 
 def measure(
     reference: Contender, contenders: Sequence[Contender], steps: int, on_round: Callable[[], None] = lambda: None
@@ -145,58 +125,3 @@ def measure(
                 if turns % REFERENCE_EVERY == 0:
                     reference.step()
             on_round()
-
-
-ROUNDS = 3
-"""Number of refresh intervals in which stages are timed."""
-SHOWN: Mapping[str, StepClass] = {"precondition": "plain", "capture": "factor", "refresh": "refresh"}
-"""The stages with a lower bound from FLOPs, and the class of steps in which each is timed."""
-
-
-def stage_times(run: Contender) -> dict[str, float]:
-    optimizer = run.trainer.optimizer
-    assert isinstance(optimizer, SecondOrderOptimizer)
-    clock = StageClock(run.trainer.precision.device)
-    times: dict[str, list[float]] = {stage: [] for stage in SHOWN}
-    optimizer.time_stages(clock)
-    try:
-        for _ in range(ROUNDS * run.measured.refresh):
-            kind = run.next_class
-            run.step(record=False)
-            found = clock.last_step()
-            for stage, shown in SHOWN.items():
-                if kind == shown:
-                    times[stage].append(found.get(stage, 0.0) / 1e3)
-    finally:
-        optimizer.time_stages(None)
-    return {stage: statistics.median(values) for stage, values in times.items() if values}
-
-
-def stage_figures(run: Contender, work: Work, gemm: Rate) -> dict[str, dict[str, float]]:
-    flops = {"precondition": work.precondition, "capture": work.triangles + work.scale, "refresh": work.refresh}
-    return {
-        stage: {"flops": flops[stage], "seconds": spent, "floor": flops[stage] / (1e9 * gemm.median)}
-        for stage, spent in stage_times(run).items()
-    }
-
-
-def stage_table(results: list[dict[str, Any]]) -> Table:
-    rows = [
-        {"label": result["label"], "stage": stage, **found, "ratio": found["seconds"] / found["floor"]}
-        for result in results
-        for stage, found in result.get("stages", {}).items()
-    ]
-    caption = (
-        "Medians. Floor: the time of the stage's FLOPs at the measured rate of matrix products; only one triangle of "
-        "each symmetric product counts. Capture is measured in a step that updates factors. It includes EK-FAC's scale "
-        "if that is measured for each example."
-    )
-    columns = {
-        "optimizer": value("label"),
-        "stage": value("stage"),
-        "GFLOP": value("flops", ".2f", 1e-9),
-        "ms": value("seconds", ".2f", 1e3),
-        "floor ms": value("floor", ".2f", 1e3),
-        "ratio": value("ratio", ".2f"),
-    }
-    return report.table_of("Stages of a step", rows, columns, caption)

@@ -18,6 +18,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 
 from benchmarks import report
+from benchmarks.checkpoints import Pause
 from benchmarks.commands.demo import TARGETS
 from benchmarks.compare.runs import find, recipe_on
 from benchmarks.evidence import Cells, Evidence, Figures, Shown, figures_of, notes_text, train_until
@@ -53,10 +54,6 @@ class BatchSize(Evidence):
         return f"batch-size-{self.workload}"
 
     @property
-    def runs(self) -> int:
-        return len(self.optimizers) * len(self.batch_sizes)
-
-    @property
     def loss(self) -> float:
         if self.target is None and self.workload not in TARGETS:
             raise ValueError(f"{self.workload} has no default target, pass one with --target")
@@ -71,13 +68,13 @@ class BatchSize(Evidence):
         for name in self.optimizers:
             find(name).recipe(self.workload, self.size)
 
-    def rows(self, cells: Cells, advance: Callable[[str], None]) -> list[Figures]:
+    def rows(self, cells: Cells) -> list[Figures]:
         rows: list[Figures] = []
         for batch_size in sorted(self.batch_sizes):  # the fastest first
             workload = make_workload(self.workload, self.data_dir, self.size, batch_size)
             for name in self.optimizers:
-                advance(f"{name}, batch {batch_size}")
-                rows.append(self.search(name, workload, partial(self.trial, cells, name, workload)))
+                trial = partial(self.trial, cells, name, workload)
+                rows.append(self.search(name, workload, trial))
         return sorted(rows, key=lambda row: self.optimizers.index(row["optimizer"]))
 
     def search(self, name: str, workload: Workload, trial: Callable[[float, int, int], Figures | None]) -> Figures:
@@ -91,7 +88,7 @@ class BatchSize(Evidence):
         best = min(reached, key=lambda factor: reached[factor]) if reached else None
         runs = [] if best is None else [trials[best]]
         if best is not None:
-            others = [trial(best, seed, self.steps) for seed in range(self.seed + 1, self.seed + self.seeds)]
+            others = [trial(best, seed, self.steps) for seed in self.seeds_to_run[1:]]
             runs += [run for run in others if run is not None]
         steps = _median(runs, "taken")
         return {
@@ -128,9 +125,9 @@ class BatchSize(Evidence):
             # Older files have no limit, but a slower run took as many steps as its limit.
             return bool(found["end"] != "slower" or limit <= found["limit" if "limit" in found else "taken"])
 
-        def train() -> Figures:
+        def train(pause: Pause) -> Figures:
             trainer = trainer_of(find(name), workload, recipe.settings, seed)
-            end = train_until(trainer, limit, self.loss, self.seconds, cells.pause(identity))
+            end = train_until(trainer, limit, self.loss, self.seconds, pause)
             end = "slower" if end == "steps" and limit < self.steps else end
             own = {"lr": recipe.settings.get("lr"), "limit": limit, "note": recipe.note}
             return {**figures_of(trainer, end), **own}
@@ -141,8 +138,7 @@ class BatchSize(Evidence):
         title = f"{self.workload}: steps to a training loss of {self.loss:g}"
         table = report.table_of(title, rows, _columns(rows, self.optimizers[0]), _caption(self.loss, rows))
         about = {"workload": self.workload, "target": self.loss, "factors": list(self.factors)}
-        drawn = [row for row in rows if row["steps"]]
-        return Shown([table], about, partial(draw_batch_sizes, drawn, title) if drawn else None)
+        return Shown([table], about)
 
 
 def _median(runs: Sequence[Figures], key: str) -> float | None:

@@ -7,30 +7,18 @@ window train with the same seeds, batches and schedule. Dense and sparse windows
 """
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Literal
 
 from matplotlib.axes import Axes
 
-from benchmarks import report
+from benchmarks import evidence, report
 from benchmarks.checkpoints import Pause
 from benchmarks.commands.window import kept
 from benchmarks.compare.runs import find, recipe_on
-from benchmarks.evidence import (
-    Cells,
-    Evidence,
-    Figures,
-    Shown,
-    attempt,
-    figures_of,
-    lost,
-    notes_text,
-    train_until,
-    why_lost,
-)  # fmt: skip
+from benchmarks.evidence import Cells, Evidence, Figures, Shown, attempted, over_seeds, train_and_evaluate
 from benchmarks.plot import OPTIMIZERS, Panel, Row, look, plot_rows
 from benchmarks.recipes.building import settings_of, window_keywords
 from benchmarks.recipes.types import COSINE, Settings, make_schedule
@@ -39,14 +27,10 @@ from benchmarks.runner import WINDOW, trainer_of
 from benchmarks.workloads import Workload, WorkloadName, make_workload
 from secondorder import TopK
 
-Choice = Literal["tuned", "published"]
-
 PUBLISHED = settings_of("lr=1e-3 momentum=0.0 damping=1e-4 weight_decay=1e-4 window_size=1024 scale=window")
 """Settings for ResNet-20 on CIFAR-10 with density 0.01, batch size 128 and 164 epochs."""
 SOURCE = "README and scripts of github.com/IST-DASLab/EFCP, ResNet-20 on CIFAR-10, where a run has 164 epochs"
 
-SPARSE_ONLY = frozenset(("density", "block_size", "value_dtype", "error_feedback", "error_bits", "rank"))
-"""Keywords that a dense window does not take."""
 _WINDOW = ("window", "error", "gram")
 
 
@@ -65,12 +49,10 @@ class Density(Evidence):
     """Shares of the entries of a block that are kept. A block of 4096 keeps at least 8."""
     references: tuple[str, ...] = ("sgd", "adamw")
     """Optimizers without a window, which use their recipes."""
-    settings: Choice = "tuned"
-    """Settings of all windows: the recipe of sparse_mfac, or those published for ResNet-20."""
     factor: float = 1.0
-    """Factor for the learning rate of all windows."""
-    window_size: int | None = None
-    """Number of rows. Default: that of the settings."""
+    """Factor for the learning rate of all windows, whose other settings are those published for ResNet-20."""
+    window_size: int = 1024
+    """Number of rows."""
     steps: int | None = None
     """Number of optimizer steps. Default: that of the workload."""
     seeds: int = 3
@@ -80,11 +62,7 @@ class Density(Evidence):
 
     @property
     def stem(self) -> str:
-        return f"density-{self.workload}" + ("-published" if self.settings == "published" else "")
-
-    @property
-    def runs(self) -> int:
-        return self.seeds * (len(self.references) + len(self.densities) + 1)
+        return f"density-{self.workload}"
 
     @cached_property
     def task(self) -> Workload:
@@ -97,52 +75,40 @@ class Density(Evidence):
     def check_options(self) -> None:
         self.check(positive=("seeds", "window_size", "steps", "factor"), shares=("densities",))
 
-    def rows(self, cells: Cells, advance: Callable[[str], None]) -> list[Figures]:
+    def rows(self, cells: Cells) -> list[Figures]:
         entries = list(self._entries())
         runs: dict[str, list[Figures]] = {entry["label"]: [] for entry in entries}
-        for seed in range(self.seed, self.seed + self.seeds):
+        for seed in self.seeds_to_run:
             for entry in entries:
-                advance(f"{entry['label']}, seed {seed}")
                 own = {"steps": self.length, "seed": seed, "everything": self.evaluate}
                 identity = self.about(self.task, entry["optimizer"], entry["settings"], **own)
-                train = partial(self._train, entry, seed, cells.pause(identity))
-                found = cells.run(identity, partial(attempt, train))
+                found = cells.run(identity, attempted(partial(self._train, entry, seed)))
                 runs[entry["label"]] += [found] if found else []
         return [entry | _summary(runs[entry["label"]]) for entry in entries]
 
     def show(self, rows: list[Figures]) -> Shown:
-        source = SOURCE if self.settings == "published" else "the benchmarks' recipe"
         metric, title = self.task.metric, f"{self.workload}, {self.length} steps"
-        about = {"workload": self.workload, "steps": self.length, "metric": metric, "settings": self.settings}
+        about = {"workload": self.workload, "steps": self.length, "metric": metric, "source": SOURCE}
         table = report.table_of(title, rows, _columns(rows, metric), self._caption(rows))
-        drawn = any(row["loss"] is not None and row["share"] is not None for row in rows)
-        draw = partial(draw_densities, rows, f"{title}: loss against the entries kept") if drawn else None
         lost = any(row["failed"] or row["diverged"] for row in rows)
-        return Shown([table], {**about, "source": source}, draw, int(lost))
+        return Shown([table], about, int(lost))
 
     def _entries(self) -> Iterator[Figures]:
         for name in self.references:
             recipe = recipe_on(name, self.task, self.size, self.data_dir)
             yield _entry(find(name).label, name, recipe.settings, None, recipe.note)
         sizes = [p.numel() for p in self.task.build_model(self.seed).parameters()]
-        recipe = recipe_on("sparse_mfac", self.task, self.size, self.data_dir)
-        note = "" if self.settings == "published" else recipe.note
-        shared = dict(PUBLISHED) if self.settings == "published" else dict(recipe.settings)
-        shared["lr"] = float(f"{float(shared['lr'] or 0) * self.factor:.6g}")
-        if self.window_size is not None:
-            shared["window_size"] = self.window_size
+        lr = float(f"{float(PUBLISHED['lr'] or 0) * self.factor:.6g}")
+        shared = {**PUBLISHED, "lr": lr, "window_size": self.window_size}
         for density in sorted(self.densities):
             own = {**shared, "density": density}
-            yield _entry(f"{100 * density:g} %", "sparse_mfac", own, _kept_share(sizes, own), note)
-        dense = {key: value for key, value in shared.items() if key not in SPARSE_ONLY}
-        yield _entry("dense", "mfac", dense, 1.0, note)
+            yield _entry(f"{100 * density:g} %", "sparse_mfac", own, _kept_share(sizes, own))
+        yield _entry("dense", "mfac", shared, 1.0)
 
-    def _train(self, entry: Figures, seed: int, pause: Pause | None = None) -> Figures:
+    def _train(self, entry: Figures, seed: int, pause: Pause) -> Figures:
         schedule = partial(make_schedule, COSINE, self.length)
         trainer = trainer_of(find(entry["optimizer"]), self.task, entry["settings"], seed, make_scheduler=schedule)
-        end = train_until(trainer, self.length, pause=pause)
-        metric = None if end == "diverged" else trainer.evaluate(self.evaluate)[self.task.metric]
-        return {**figures_of(trainer, end), "metric": metric}
+        return train_and_evaluate(trainer, self.length, pause, self.evaluate)
 
     def _caption(self, rows: Sequence[Row]) -> str:
         return (
@@ -150,8 +116,8 @@ class Density(Evidence):
             f"spread is the largest minus the smallest value. Loss is the mean of the last {WINDOW} steps. "
             "Kept is the share of the entries of a gradient; a block keeps at least 8. Window MB counts rows, residual "
             "and Gram matrix. The schedule is a warm-up over 5 % of the steps, then a cosine to zero. "
-            f"Settings of the windows: {SOURCE if self.settings == 'published' else 'the recipe of sparse_mfac'}."
-        ) + notes_text(rows)
+            f"Settings of the windows: {SOURCE}."
+        ) + evidence.notes_text(rows)
 
 
 def _kept_share(sizes: Sequence[int], settings: Settings) -> float:
@@ -167,11 +133,10 @@ def _kept_share(sizes: Sequence[int], settings: Settings) -> float:
 
 
 def _summary(runs: Sequence[Figures]) -> Figures:
-    whole, row = lost(runs)
-    for key in ("loss", "metric", "processor_seconds"):
-        values = [run[key] for run in whole]
-        row[key] = statistics.fmean(values) if values else None
-        row[f"{key}_spread"] = max(values) - min(values) if values else None
+    keys = ("loss", "metric", "processor_seconds")
+    row = over_seeds(runs, keys, statistics.fmean)
+    spreads = over_seeds(runs, keys, lambda values: max(values) - min(values))
+    row |= {f"{key}_spread": spreads[key] for key in keys}
     memory: dict[str, int] = next((run["memory"] for run in runs if not run["failed"] and not run["diverged"]), {})
     row["window_bytes"] = sum(memory.get(kind, 0) for kind in _WINDOW) if memory else None
     row["state_bytes"] = memory.get("total")
@@ -185,7 +150,7 @@ def _columns(rows: Sequence[Row], metric: str) -> Mapping[str, report.Column]:
         if row["loss"] is not None:
             return f"{row['loss']:.4g}"
         bad = len(row["failed"]) + row["diverged"]
-        why = row["failed"][0] if row["failed"] else why_lost(row)
+        why = row["failed"][0] if row["failed"] else evidence.why_lost(row)
         return why + (f" ({bad} of {row['runs']} lost)" if 0 < bad < row["runs"] else "")
 
     return {

@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 
 import secondorder
 from benchmarks import report
+from benchmarks.checkpoints import Pause
 from benchmarks.compare.wording import NOTHING
-from benchmarks.evidence import Cells, Evidence, Figures, Shown, attempt
+from benchmarks.evidence import Cells, Evidence, Figures, Shown, attempted
 from benchmarks.filling import fill_windows
 from benchmarks.machine import no_collections
 from benchmarks.recipes.building import adamw, sgd
@@ -57,22 +58,16 @@ class Estimates(Evidence):
     def stem(self) -> str:
         return "estimates"
 
-    @property
-    def runs(self) -> int:
-        return len(self.workloads) * len(self.methods)
-
     def check_options(self) -> None:
         self.check(positive=("window_size", "steps", "tolerance"))
 
-    def rows(self, cells: Cells, advance: Callable[[str], None]) -> list[Figures]:
+    def rows(self, cells: Cells) -> list[Figures]:
         rates, rows = measure_rates("cpu"), []
         for kind in self.workloads:
             workload = make_workload(kind, self.data_dir, self.size)
             for name in self.methods:
-                advance(f"{kind}, {name}")
                 identity = self.about(workload, name, {}, window_size=self.window_size, steps=self.steps)
-                compare = partial(self._compare, workload, name, rates)
-                if found := cells.run(identity, partial(attempt, compare)):
+                if found := cells.run(identity, attempted(partial(self._compare, workload, name, rates))):
                     shown = {key: value for key, value in found.items() if key != "rates"}
                     rows.append({"workload": kind, "method": name, **shown})
         return rows
@@ -87,7 +82,7 @@ class Estimates(Evidence):
             return secondorder.create(name, model, lr=0.0, window_size=self.window_size)
         return secondorder.create(name, model, lr=_RATE, **({} if name == "hylo" else _EARLY))
 
-    def _compare(self, workload: Workload, name: str, rates: MachineRates) -> Figures:
+    def _compare(self, workload: Workload, name: str, rates: MachineRates, _: Pause) -> Figures:
         model, batch = _WithLoss(workload, self.seed), next(workload.batches(self.seed))
         methods = {name: partial(self._build, name)}
         found = secondorder.estimate(model, inputs=batch, methods=methods, rates=rates).methods[name]

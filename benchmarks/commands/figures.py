@@ -1,12 +1,10 @@
 """``figures``: draws the figures of the documentation from stored results."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-from matplotlib.axes import Axes
 
 from benchmarks import report
 from benchmarks.commands.batch_size import draw_batch_sizes
@@ -14,7 +12,6 @@ from benchmarks.commands.density import draw_densities
 from benchmarks.commands.overview import load
 from benchmarks.compare.figures import draw_histories, draw_losses
 from benchmarks.compare.statistics import Results
-from benchmarks.plot import INK, OPTIMIZERS, Panel, Row, plot_rows
 from benchmarks.runner import History
 
 
@@ -41,8 +38,6 @@ class Drawn:
             elif stem.startswith("density-"):
                 title = f"{_title(results)}: loss against the entries kept"
                 draw["evidence-density.svg"] = partial(draw_densities, results["rows"], title)
-            elif stem.startswith("worlds-"):
-                draw["evidence-worlds.svg"] = partial(draw_worlds, results)
             elif stem == "demo":
                 draw["demo.png"] = partial(draw_demo, results)
         self.out_dir.mkdir(parents=True, exist_ok=True)
@@ -54,29 +49,6 @@ class Drawn:
 
 def _title(results: Results) -> str:
     return str(results["tables"][0]["title"])
-
-
-# ---------------------------------------------------------------------- ranks and the demo
-def draw_worlds(results: Results, path: Path) -> None:
-    """Draw the step time of the busiest rank over the number of ranks: measured points, and an extrapolation."""
-    rows = results["rows"]
-    last = max(row["world"] for row in rows if row["measured"] is not None)
-
-    def modeled(row: Row) -> float:
-        return 1e3 * float(row["computing"] + row["network"])
-
-    def more(panels: Sequence[Axes]) -> None:
-        panels[0].axhline(1e3 * rows[0]["training"], color=OPTIMIZERS["SGD"], linewidth=1.2, label="SGD")
-        panels[0].plot([], [], "o", color=INK, label="measured")
-        panels[0].plot([], [], "--", color=INK, label="extrapolated")
-
-    series: dict[str, Callable[[Row], float | None]] = {
-        "-": lambda row: modeled(row) if row["world"] <= last else None,
-        "--": lambda row: modeled(row) if row["world"] >= last else None,
-        "o": lambda row: None if row["measured"] is None else 1e3 * row["measured"],
-    }
-    panel, words = Panel("processor milliseconds of a step", series, log=False), (_title(results), "ranks")
-    plot_rows(rows, [panel], lambda row: row["world"], lambda row: row["label"], words, path, more)
 
 
 def draw_demo(results: Mapping[str, Any], path: Path) -> None:

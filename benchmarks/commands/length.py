@@ -6,20 +6,18 @@ to the speed of the processor at the start of the study. On a GPU, they are wall
 """
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from matplotlib.figure import Figure
 from rich.table import Table
 
 from benchmarks import report
 from benchmarks.compare.plan import Job
 from benchmarks.compare.runs import Setting, find, measure_reference, recipe_on, train
-from benchmarks.evidence import Cells, Evidence, Figures, Shown, attempt, why_lost
-from benchmarks.plot import Row, look, save, styled
+from benchmarks.evidence import Cells, Evidence, Figures, Shown, attempted, why_lost
+from benchmarks.plot import Row
 from benchmarks.precision import Amp, DeviceName, Precision
 from benchmarks.recipes.building import parse_settings, split_settings
 from benchmarks.recipes.types import RATES, Schedule
@@ -59,17 +57,13 @@ class Length(Evidence):
         where = self.size if self.device == "cpu" else f"{self.size}-{self.device}"
         return f"length-{self.workload}-{self.steps}-{where}"
 
-    @property
-    def runs(self) -> int:
-        return len(self.optimizers) * len(self.factors)
-
     def check_options(self) -> None:
         self.check(positive=("steps", "factors", "evaluations"))
         if self.evaluations > self.steps:
             raise ValueError(f"evaluations must be at most steps={self.steps}, got {self.evaluations}")
         Precision(self.device, self.amp)  # raises an error if there is no such device
 
-    def rows(self, cells: Cells, advance: Callable[[str], None]) -> list[Figures]:
+    def rows(self, cells: Cells) -> list[Figures]:
         fields = parse_settings(self.workload_set)
         setting = Setting(
             self.workload, self.size, self.data_dir, self.threads, everything=True, workload_changes=fields,
@@ -78,19 +72,16 @@ class Length(Evidence):
         )  # fmt: skip
         about = {"workload": self.workload, "size": self.size, "fields": fields}
         if self.device == "cpu":
-            found = cells.run({**about, "what": "a step of SGD"}, lambda: {"seconds": measure_reference(setting)})
+            found = cells.run({**about, "what": "a step of SGD"}, lambda _: {"seconds": measure_reference(setting)})
             if found is None:
                 return []
             setting = replace(setting, reference_seconds=found["seconds"])
-        rows = [self._row(name, setting, cells, advance) for name in self.optimizers]
+        rows = [self._row(name, setting, cells) for name in self.optimizers]
         return [row for row in rows if row]
 
-    def _row(self, name: str, setting: Setting, cells: Cells, advance: Callable[[str], None]) -> Figures:
+    def _row(self, name: str, setting: Setting, cells: Cells) -> Figures:
         """Train with all rates, and return the results of the best run, or none if there was no time for all rates."""
-        runs = []
-        for times in self.factors:
-            advance(f"{name}, rates times {times:.3g}")
-            runs.append(self._run(name, times, setting, cells))
+        runs = [self._run(name, times, setting, cells) for times in self.factors]
         done = [run for run in runs if run is not None]
         if len(done) < len(runs):
             return {}
@@ -120,16 +111,13 @@ class Length(Evidence):
             **({} if self.device == "cpu" else {"device": self.device, "amp": self.amp}),
         )  # fmt: skip
         job = Job(base, "final", times, self.seed, self.steps)
-        measure = partial(train, job, setting, find(base), recipe, cells.pause(identity))
-        found = cells.run(identity, partial(attempt, measure))
+        found = cells.run(identity, attempted(partial(train, job, setting, find(base), recipe)))
         return found and {"optimizer": base, "settings": dict(recipe.settings), **found}
 
     def show(self, rows: list[Figures]) -> Shown:
         workload = Setting(self.workload, self.size, self.data_dir).make_workload()
         about = {"workload": self.workload, "steps": self.steps, "metric": workload.metric, "targets": self.targets}
-        drawn = [row for row in rows if row.get("evaluations")]
-        draw = partial(_draw, drawn, workload.metric) if drawn else None
-        return Shown([self._table(rows, workload)], about, draw)
+        return Shown([self._table(rows, workload)], about)
 
     def _table(self, rows: Sequence[Figures], workload: Workload) -> Table:
         columns: dict[str, Column] = {
@@ -174,18 +162,3 @@ def _reached(target: float, sign: int, row: Row) -> str:
     found = (seconds for _, seconds, metric in row.get("evaluations", ()) if sign * (metric - target) >= 0)
     first = next(found, None)
     return "-" if first is None else f"{first:,.0f}"
-
-
-def _draw(rows: Sequence[Row], metric: str, path: Path) -> None:
-    with styled():
-        figure = Figure(figsize=(7, 4.4), layout="constrained")
-        axes = figure.subplots()
-        for index, row in enumerate(rows):
-            seconds, metrics = zip(*(point[1:] for point in row["evaluations"]), strict=True)
-            style: dict[str, Any] = look(row["label"], index)
-            axes.plot(seconds, metrics, label=row["label"], marker="o", markersize=3, **style)
-        axes.set_xlabel("seconds")
-        axes.set_ylabel(metric)
-        axes.grid(axis="y")
-        axes.legend(frameon=False)
-        save(figure, path)

@@ -12,8 +12,9 @@ from functools import partial
 from rich.table import Table
 
 from benchmarks import report
+from benchmarks.checkpoints import Pause
 from benchmarks.compare.runs import find, recipe_on
-from benchmarks.evidence import Evidence, Figures, notes_text, progress
+from benchmarks.evidence import Cells, Evidence, Figures, Shown, notes_text
 from benchmarks.peers import PEERS, PeerMissingError
 from benchmarks.recipes import OWN
 from benchmarks.recipes.types import Recipe
@@ -33,7 +34,7 @@ _MOMENTUM = ("momentum", "fallback")
 
 @dataclass
 class Memory(Evidence):
-    """Count the bytes of every method, by kind and by rank, and compare them with its plan."""
+    """Count the bytes of every method, by kind and by rank. The status is 1 if they differ from its plan."""
 
     workload: WorkloadName = "autoencoder"
     """Workload whose model to use."""
@@ -48,35 +49,39 @@ class Memory(Evidence):
     worker_fraction: float = 0.5
     """For HybridOpt: share of the ranks that precondition a layer."""
 
-    def run(self) -> int:
-        """Run the command. Return 1 if the bytes differ from the plan, and 0 otherwise."""
+    @property
+    def stem(self) -> str:
+        return f"memory-{self.workload}"
+
+    def check_options(self) -> None:
         self.check(positive=("steps", "world"))
         for name in self.optimizers:
             find(name)  # an unknown name is an error, unlike an optimizer that cannot be built
-        cells = self.open_cells(f"memory-{self.workload}")
-        workload = make_workload(self.workload, self.data_dir, self.size, self.batch_size)
-        found: list[Figures] = []
-        left_out: list[str] = []
-        with progress(f"memory, {self.workload}", len(self.optimizers)) as advance:
-            for name in self.optimizers:
-                advance(name)
-                try:
-                    recipe = recipe_on(name, workload, self.size, self.data_dir)
-                    more = {key: getattr(self, key) for key in ("steps", "world", "worker_fraction")}
-                    more["beside"] = "plan"
-                    measure = partial(self._measure, name, recipe, workload)
-                    figures = cells.run(self.about(workload, name, recipe.settings, **more), measure)
-                except (PeerMissingError, ValueError) as err:
-                    left_out.append(str(err))
-                    continue
-                found += [figures] if figures else []
-        for reason in left_out:
-            print(f"left out: {reason}")
-        tables = [_table(self.workload, workload.batch_size, found), _spread_table(self.world, found)]
-        self.publish(cells, tables, {"workload": self.workload, "optimizers": list(self.optimizers)})
-        return int(any(abs(difference(figures) or 0) > UNPLANNED for figures in found))
 
-    def _measure(self, name: str, recipe: Recipe, workload: Workload) -> Figures:
+    def rows(self, cells: Cells) -> list[Figures]:
+        workload = self._make_workload()
+        more = {key: getattr(self, key) for key in ("steps", "world", "worker_fraction")}
+        found: list[Figures] = []
+        for name in self.optimizers:
+            try:
+                recipe = recipe_on(name, workload, self.size, self.data_dir)
+                identity = self.about(workload, name, recipe.settings, **more, beside="plan")
+                figures = cells.run(identity, partial(self._measure, name, recipe, workload))
+            except (PeerMissingError, ValueError) as err:
+                print(f"left out: {err}")
+                continue
+            found += [figures] if figures else []
+        return found
+
+    def show(self, rows: list[Figures]) -> Shown:
+        tables = [_table(self.workload, self._make_workload().batch_size, rows), _spread_table(self.world, rows)]
+        wrong = any(abs(difference(figures) or 0) > UNPLANNED for figures in rows)
+        return Shown(tables, {"workload": self.workload, "optimizers": list(self.optimizers)}, int(wrong))
+
+    def _make_workload(self) -> Workload:
+        return make_workload(self.workload, self.data_dir, self.size, self.batch_size)
+
+    def _measure(self, name: str, recipe: Recipe, workload: Workload, pause: Pause) -> Figures:
         trainer = trainer_of(find(name), workload, recipe.settings, self.seed)
         for _ in range(self.steps):
             trainer.step()

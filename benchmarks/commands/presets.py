@@ -4,7 +4,6 @@ The replaced optimizer has the learning rate of its recipe. The new line gets th
 specifies, and no other tuned setting. Both runs have the same steps, initial weights and batches.
 """
 
-import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks import evidence, report
+from benchmarks.checkpoints import Pause
 from benchmarks.commands.swap import build
 from benchmarks.compare.runs import find
 from benchmarks.compare.wording import NOTHING, number, seconds
@@ -92,19 +92,15 @@ class Presets(Evidence):
     def stem(self) -> str:
         return "presets"
 
-    @property
-    def runs(self) -> int:
-        return self.seeds * sum(len(CHOICES[name].workloads) for name in self.choices)
-
     def check_options(self) -> None:
         self.check(positive=("seeds",), shares=("share",))
         if unknown := set(self.choices) - set(CHOICES):
             raise ValueError(f"choices must be of {', '.join(CHOICES)}, got {', '.join(sorted(unknown))}")
 
-    def rows(self, cells: Cells, advance: Callable[[str], None]) -> list[Figures]:
+    def rows(self, cells: Cells) -> list[Figures]:
         pairs = [(CHOICES[name], kind) for name in self.choices for kind in CHOICES[name].workloads]
         workloads = {kind: make_workload(kind, self.data_dir, self.size) for _, kind in pairs}
-        return [self._row(cells, advance, choice, workloads[kind]) for choice, kind in pairs]
+        return [self._row(cells, choice, workloads[kind]) for choice, kind in pairs]
 
     def show(self, rows: list[Figures]) -> Shown:
         short = [row for row in rows if (row["choice"], row["workload"]) in _SHORT]
@@ -113,17 +109,16 @@ class Presets(Evidence):
             report.table_of("Presets", short, _COLUMNS, _CAPTION),
         ]
         failed = any(row[side]["failed"] or row[side]["diverged"] for row in rows for side in ("before", "after"))
-        return Shown(tables, {"share": self.share, "seeds": self.seeds}, status=int(failed))
+        return Shown(tables, {"share": self.share, "seeds": self.seeds}, int(failed))
 
-    def _row(self, cells: Cells, advance: Callable[[str], None], choice: Choice, workload: Workload) -> Figures:
+    def _row(self, cells: Cells, choice: Choice, workload: Workload) -> Figures:
         method = REPLACED[choice.replaces]
         settings: dict[str, Any] = dict(method.settings(workload.name, size=self.size))
         make = partial(build, choice.line, name=choice.name, **settings)
         own = {"optimizer": choice.name, "line": choice.line, "preset": str(PRESETS.get(choice.name, ""))}
         steps = max(WINDOW, round(self.share * workload.steps[self.size]))
         before, after = [], []
-        for seed in range(self.seed, self.seed + self.seeds):
-            advance(f"{workload.name}, {choice.name}")
+        for seed in self.seeds_to_run:
             identity = self.about(workload, choice.replaces, settings, steps=steps, seed=seed)
             before.append(_run(cells, workload, identity, partial(method.construct, **settings), method.label))
             identity = {**identity, **own, "limit": before[-1].get("processor_seconds")}
@@ -139,17 +134,15 @@ def _run(
 ) -> Figures:
     """Return the figures of a run, or none if there is no time for it."""
 
-    def train() -> Figures:
+    def train(pause: Pause) -> Figures:
         seed, steps = identity["seed"], identity["steps"]
         torch.manual_seed(seed)  # for example for dropout
         schedule = partial(make_schedule, CONSTANT if closure else Schedule("cosine"), steps)
         trainer = Trainer(label, workload, make, seed, schedule, closure)
-        end = evidence.train_until(trainer, steps, pause=cells.pause(identity))
-        metric = None if end == "diverged" else trainer.evaluate()[workload.metric]
-        timed = loss_after(trainer.history, identity.get("limit"))
-        return {**evidence.figures_of(trainer, end), "metric": metric, "timed_loss": timed}
+        found = evidence.train_and_evaluate(trainer, steps, pause)
+        return {**found, "timed_loss": loss_after(trainer.history, identity.get("limit"))}
 
-    return cells.run(identity, partial(evidence.attempt, train)) or {}
+    return cells.run(identity, evidence.attempted(train)) or {}
 
 
 def loss_after(history: History, limit: float | None) -> float | None:
@@ -159,11 +152,8 @@ def loss_after(history: History, limit: float | None) -> float | None:
 
 
 def _medians(runs: list[Figures]) -> Figures:
-    whole, row = evidence.lost([run for run in runs if run])
-    for key in ("loss", "timed_loss", "metric", "processor_seconds", "optimizer_bytes"):
-        values = [run[key] for run in whole]
-        row[key] = statistics.median(values) if values and None not in values else None
-    return row
+    keys = ("loss", "timed_loss", "metric", "processor_seconds", "optimizer_bytes")
+    return evidence.over_seeds([run for run in runs if run], keys)
 
 
 def _losses(row: Mapping[str, Any]) -> str:

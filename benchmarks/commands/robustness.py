@@ -8,7 +8,7 @@ AdamW with lr 1e-3, the decrease of the loss relative to AdamW, and whether a ru
 import hashlib
 import inspect
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import get_args
@@ -16,15 +16,16 @@ from typing import get_args
 from rich.table import Table
 from torch import nn
 
-from benchmarks import report
+from benchmarks import evidence, report
+from benchmarks.checkpoints import Pause
 from benchmarks.compare.runs import find
-from benchmarks.evidence import Cells, Evidence, Figures, Shown, attempt, lost, run_of, why_lost
+from benchmarks.evidence import Cells, Evidence, Figures, Shown
 from benchmarks.plot import Row
 from benchmarks.recipes import OWN
 from benchmarks.recipes.building import parse_settings
 from benchmarks.recipes.types import Settings
 from benchmarks.report import value
-from benchmarks.runner import WINDOW
+from benchmarks.runner import WINDOW, trainer_of
 from benchmarks.workloads import DataMissingError, Size, Workload, WorkloadName, make_workload
 
 SHARES: dict[Size, float] = {"smoke": 1.0, "cpu": 1 / 3, "paper": 1.0}
@@ -59,10 +60,6 @@ class Robustness(Evidence):
     def names(self) -> list[str]:
         return list(dict.fromkeys((REFERENCE, *self.optimizers)))
 
-    @property
-    def runs(self) -> int:
-        return self.seeds * len(self.names) * len(self.workloads)
-
     def check_options(self) -> None:
         if not self.workloads:
             raise ValueError("workloads must name at least one, got none")
@@ -72,13 +69,13 @@ class Robustness(Evidence):
         for name in self.optimizers:
             find(name)
 
-    def rows(self, cells: Cells, advance: Callable[[str], None]) -> list[Figures]:
+    def rows(self, cells: Cells) -> list[Figures]:
         rows: list[Figures] = []
         missing: list[DataMissingError] = []
         for kind in self.workloads:
             try:
                 workload = make_workload(kind, self.data_dir, self.size)
-                found = {name: self._runs(cells, workload, name, advance) for name in self.names}
+                found = {name: self._runs(cells, workload, name) for name in self.names}
             except DataMissingError as err:
                 missing.append(err)
                 continue
@@ -96,18 +93,21 @@ class Robustness(Evidence):
     def _share(self) -> float:
         return SHARES[self.size] if self.share is None else self.share
 
-    def _runs(self, cells: Cells, workload: Workload, name: str, advance: Callable[[str], None]) -> list[Figures]:
+    def _runs(self, cells: Cells, workload: Workload, name: str) -> list[Figures]:
         """Train one workload with one optimizer, once for each seed."""
         settings = parse_settings(self.set) if find(name).ours else {}
         steps = max(WINDOW, round(self._share() * workload.steps[self.size]))
         runs = []
-        for seed in range(self.seed, self.seed + self.seeds):
-            advance(f"{workload.name}, {name}")
+        for seed in self.seeds_to_run:
             more = {"defaults": _defaults(name, settings), "steps": steps, "seed": seed}
             identity = self.about(workload, name, settings, **more)
-            train = partial(run_of, name, settings, workload, seed, steps, pause=cells.pause(identity))
-            runs.append(cells.run(identity, partial(attempt, train)))
+            runs.append(cells.run(identity, evidence.attempted(partial(_train, name, settings, workload, seed, steps))))
         return [run for run in runs if run]
+
+
+def _train(name: str, settings: Settings, workload: Workload, seed: int, steps: int, pause: Pause) -> Figures:
+    trainer = trainer_of(find(name), workload, settings, seed)
+    return evidence.figures_of(trainer, evidence.train_until(trainer, steps, pause=pause))
 
 
 def _defaults(name: str, settings: Settings) -> str | None:
@@ -126,13 +126,15 @@ def _defaults(name: str, settings: Settings) -> str | None:
 
 
 def _rows(kind: str, found: Mapping[str, Sequence[Figures]], tolerance: float) -> list[Figures]:
-    rows = []
-    for name, runs in found.items():
-        whole, counts = lost(runs)
-        row: Figures = {"workload": kind, "optimizer": name, "label": find(name).label, **counts}
-        for key in ("loss", "first", "processor_seconds"):
-            row[key] = statistics.median(run[key] for run in whole) if whole else None
-        rows.append(row)
+    rows = [
+        {
+            "workload": kind,
+            "optimizer": name,
+            "label": find(name).label,
+            **evidence.over_seeds(runs, ("loss", "first", "processor_seconds")),
+        }
+        for name, runs in found.items()
+    ]
     reference = next(row for row in rows if row["optimizer"] == REFERENCE)
     for row in rows:
         row["as_good"], row["progress"] = _judged(row, reference, tolerance)
@@ -177,7 +179,7 @@ def _tables(names: Sequence[str], rows: Sequence[Row], tolerance: float) -> list
 def _cell(name: str, own: Mapping[str, Row]) -> str:
     row = own[name]
     if row["loss"] is None:
-        return why_lost(row)
+        return evidence.why_lost(row)
     return f"{row['loss']:.4g}" + (" +" if row["as_good"] and name != REFERENCE else "")
 
 

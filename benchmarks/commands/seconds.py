@@ -14,7 +14,6 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -24,8 +23,7 @@ from benchmarks import report
 from benchmarks.compare.plan import Job
 from benchmarks.compare.runs import Setting as RunSetting
 from benchmarks.compare.runs import find, measure_reference, recipe_on, train
-from benchmarks.evidence import Cells, Evidence, Figures, Shown, attempt
-from benchmarks.plot import Panel, plot_rows
+from benchmarks.evidence import Cells, Evidence, Figures, Shown, attempted
 from benchmarks.recipes.building import split_settings
 from benchmarks.recipes.types import RATES, Recipe, Schedule, Settings
 from benchmarks.search import Axis, search
@@ -82,10 +80,6 @@ class Seconds(Evidence):
     def stem(self) -> str:
         return f"seconds-{self.workload}-{self.size}"
 
-    @property
-    def runs(self) -> int:
-        return self.seeds * len(self.shares) * len(self.optimizers)
-
     def check_options(self) -> None:
         self.check(positive=("seeds", "steps", "shares"))
         if not any(find(split_settings(name)[0]).order == "first" for name in self.optimizers):
@@ -101,13 +95,13 @@ class Seconds(Evidence):
     def length(self) -> int:
         return self.task.steps[self.size] if self.steps is None else self.steps
 
-    def rows(self, cells: Cells, advance: Callable[[str], None]) -> list[Figures]:
+    def rows(self, cells: Cells) -> list[Figures]:
         about = {"workload": self.workload, "size": self.size, "batch_size": self.task.batch_size}
         setting = RunSetting(self.workload, self.size, self.data_dir, self.threads)
-        reference = cells.run({**about, "what": "a step of SGD"}, lambda: {"seconds": measure_reference(setting)})
+        reference = cells.run({**about, "what": "a step of SGD"}, lambda _: {"seconds": measure_reference(setting)})
         if reference is None:
             return []
-        course = _Course(self, cells, advance, replace(setting, reference_seconds=reference["seconds"]))
+        course = _Course(self, cells, replace(setting, reference_seconds=reference["seconds"]))
         try:
             tuned = [found for name in self.optimizers if (found := course.tuned(name))]
         except TimeoutError:
@@ -124,8 +118,7 @@ class Seconds(Evidence):
 
     def show(self, rows: list[Figures]) -> Shown:
         about = {"workload": self.workload, "steps": self.length, "metric": self.task.metric}
-        drawn = [row for row in rows if row["losses"]]
-        return Shown(_tables(rows, self.workload, self.task.metric), about, partial(_draw, drawn) if drawn else None)
+        return Shown(_tables(rows, self.workload, self.task.metric), about)
 
 
 @dataclass(frozen=True)
@@ -152,7 +145,6 @@ class _Course:
 
     study: Seconds
     cells: Cells
-    advance: Callable[[str], None]
     setting: RunSetting
 
     def tuned(self, name: str) -> _Tuned | None:
@@ -210,14 +202,12 @@ class _Course:
 
     def run(self, name: str, settings: Settings, seed: int, steps: int, phase: Any) -> Figures | None:
         study, own = self.study, dict(settings)
-        self.advance(f"{name}, {'trial' if phase == 'sift' else f'seed {seed}'}")
         schedule = str(own.pop("schedule"))
         identity = study.about(study.task, name, own, schedule=schedule, seed=seed, steps=steps, phase=phase)
         job = Job(name, phase, 1.0, seed, steps)
         setting = replace(self.setting, schedule=_COURSES[schedule])
         recipe = replace(recipe_on(name, study.task, study.size, study.data_dir), settings=own)
-        measure = partial(train, job, setting, find(name), recipe, self.cells.pause(identity))
-        return self.cells.run(identity, partial(attempt, measure))
+        return self.cells.run(identity, attempted(partial(train, job, setting, find(name), recipe)))
 
 
 def _is_fine(run: Mapping[str, Any]) -> bool:
@@ -332,13 +322,3 @@ _SEARCHED: dict[str, report.Column] = {
     "steps": report.value("steps", "d"),
     "seconds": report.value("seconds", ".1f"),
 }
-
-
-def _draw(rows: Sequence[Figures], path: Path) -> None:
-    def mean(row: Mapping[str, Any]) -> float | None:
-        values = [loss for loss in row["losses"] if math.isfinite(loss)]
-        return statistics.fmean(values) if values else None
-
-    panel = Panel("training loss", {"": mean})
-    words = "Training loss at equal processor seconds", "multiple of T"
-    plot_rows(rows, [panel], lambda row: row["share"], lambda row: row["label"], words, path)

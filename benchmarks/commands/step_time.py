@@ -34,15 +34,11 @@ from benchmarks.timing import (
     Work,
     measure,
     ratio,
-    stage_figures,
-    stage_table,
     summary,
 )
 from benchmarks.workloads import Size, Workload, WorkloadName, make_workload
 from benchmarks.workloads.random_data import random_workload
 from secondorder import EKFAC, KFAC, SecondOrderOptimizer
-
-CLASSES: tuple[StepClass, ...] = get_args(StepClass)
 
 
 @dataclass(frozen=True)
@@ -104,8 +100,6 @@ class StepTime(Common):
     """Data type of autocast."""
     peer_path: tuple[str, ...] = ()
     """Checkout of kfac-pytorch, as kfac_pytorch=DIR. It alternates with the others, with the same intervals."""
-    memory: bool = True
-    """Also measure the peak memory of a step."""
 
     def run(self) -> int:
         if self.steps < MEASURED.refresh:
@@ -121,7 +115,7 @@ class StepTime(Common):
             measure(reference, contenders, self.steps, lambda: progress.advance(task))
         base = _training(workload, self.seed, device)
         runs = [reference, *contenders]
-        results = [_figures(run, reference, base, rates["gemm_gflops"], self.memory) for run in runs]
+        results = [_figures(run, reference, base, rates["gemm_gflops"]) for run in runs]
         data = {
             "workload": self.workload,
             "batch_size": workload.batch_size,
@@ -133,7 +127,7 @@ class StepTime(Common):
         }
         where = f"{self.threads}-threads" if self.device == "cpu" else self.device
         stem = "step-time" if where == "1-threads" else f"step-time-on-{where}"
-        report.save(self.out_dir, f"{stem}-{self.workload}", _tables(data), data)
+        report.save(self.out_dir, f"{stem}-{self.workload}", [_table(data)], data)
         return 0
 
     def _workload(self) -> Workload:
@@ -179,8 +173,7 @@ class StepTime(Common):
 def _training(workload: Workload, seed: int, device: torch.device) -> Work:
     model, batch = workload.build_model(seed).to(device), moved(next(workload.batches(seed)), device)
     training = counted_flops(lambda: torch.autograd.backward(workload.loss(model, batch)))
-    factor, triangles = (factor_flops(model, lambda: workload.loss(model, batch), half) for half in (False, True))
-    return Work(training, 0.0, factor, triangles=triangles)
+    return Work(training, 0.0, factor_flops(model, lambda: workload.loss(model, batch)))
 
 
 def _work(run: Contender, base: Work) -> Work | None:
@@ -190,12 +183,12 @@ def _work(run: Contender, base: Work) -> Work | None:
         return None
     flops = optimizer.plan(batch_size=run.trainer.workload.batch_size).ranks[0].flops
     if not isinstance(optimizer, KFAC | EKFAC):
-        base = replace(base, factor=0.0, triangles=0.0)
+        base = replace(base, factor=0.0)
     refresh = flops["refresh"] * run.measured.refresh
     return replace(base, precondition=flops["precondition"], refresh=refresh, scale=flops.get("scale", 0.0))
 
 
-def _figures(run: Contender, reference: Contender, base: Work, gemm: Rate, memory: bool) -> dict[str, Any]:
+def _figures(run: Contender, reference: Contender, base: Work, gemm: Rate) -> dict[str, Any]:
     sgd, work = summary(reference.times)["plain"], _work(run, base)
     figures: dict[str, Any] = {
         "label": run.trainer.history.label,
@@ -203,7 +196,6 @@ def _figures(run: Contender, reference: Contender, base: Work, gemm: Rate, memor
         "median": summary(run.times),
         "minimum": summary(run.times, min),
         "optimizer_bytes": optimizer_bytes(run.trainer.optimizer),
-        "peak_bytes": run.peaks() if memory else {},
         "amortised": {},
     }
     for intervals in run.reported if run.scheme else (MEASURED,):
@@ -216,13 +208,10 @@ def _figures(run: Contender, reference: Contender, base: Work, gemm: Rate, memor
             entry["extra_seconds"] = (entry["ratio"] - 1) * sgd
             entry["floor_seconds"] = work.extra(intervals) / (gemm.median * 1e9)
         figures["amortised"][intervals.name if run.scheme else "every step"] = entry
-    if work is not None and run.measured == MEASURED:
-        figures["stages"] = stage_figures(run, work, gemm)
     return figures
 
 
-def _tables(data: dict[str, Any]) -> list[Table]:
-    results = data["results"]
+def _table(data: dict[str, Any]) -> Table:
     where = f"Threads: {torch.get_num_threads()}." if data["device"] == "cpu" else f"Device: {data['device']}."
     caption = (
         "Ratios are relative to SGD's interleaved steps: of medians (of minima). Floor: FLOPs relative to those of "
@@ -234,7 +223,7 @@ def _tables(data: dict[str, Any]) -> list[Table]:
     title = f"{data['workload']}, batch {data['batch_size']}: step times"
     columns: dict[str, report.Column] = {
         "optimizer": value("label"),
-        **{f"{kind} ms": value(kind, ".1f", 1e3) for kind in CLASSES},
+        **{f"{kind} ms": value(kind, ".1f", 1e3) for kind in get_args(StepClass)},
         "intervals": value("intervals"),
         "ratio": lambda row: f"{row['ratio']:.2f} ({row['ratio_of_minima']:.2f})",
         "floor": value("floor", ".2f"),
@@ -243,18 +232,7 @@ def _tables(data: dict[str, Any]) -> list[Table]:
     }
     rows = [
         {"label": result["label"], "intervals": name, **result["median"], **entry}
-        for result in results
+        for result in data["results"]
         for name, entry in result["amortised"].items()
     ]
-    held: dict[str, report.Column] = {
-        "optimizer": value("label"),
-        "state": value("optimizer_bytes", ".2f", 1e-6),
-        **{f"peak of a {kind} step": value(kind, ".2f", 1e-6) for kind in CLASSES},
-    }
-    note = (
-        "State: without parameters and gradients. Peak: memory that torch allocates in a step, above the level between "
-        "steps. It includes gradients, but not the scratch memory of oneDNN and MKL."
-    )
-    stages = [stage_table(results)] if any("stages" in result for result in results) else []
-    memory = report.table_of("Memory in MB", [{**result, **result["peak_bytes"]} for result in results], held, note)
-    return [report.table_of(title, rows, columns, caption), *stages, memory]
+    return report.table_of(title, rows, columns, caption)

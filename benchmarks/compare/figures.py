@@ -1,14 +1,13 @@
-"""Figures of a comparison: the losses of a few optimizers over steps and seconds, and one panel for every optimizer.
+"""Figures of a comparison: the losses of a few optimizers over steps and seconds.
 
-A dozen lines are not readable in one panel. Therefore, the first figure shows only a few of them, in the colors that
-optimizers have in all figures. The second one has a panel for each optimizer, in front of the lines of all others.
+A dozen lines are not readable in one panel. Therefore, a figure shows only a few of them, in the colors that optimizers
+have in all figures.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -18,7 +17,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from benchmarks.compare import statistics
-from benchmarks.compare.statistics import Results, Run, Summary
+from benchmarks.compare.statistics import Results, Run
 from benchmarks.plot import INK, look, save, styled
 from benchmarks.runner import WINDOW, History
 
@@ -26,8 +25,6 @@ Against = Literal["steps", "seconds"]
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
 _SHADE = 0.18  # opacity of the range over the seeds
-_THIN: dict[str, Any] = {"color": INK, "alpha": 0.4, "linewidth": 0.8, "zorder": 1}
-_COLUMNS, _ROW, _HEAD, _BELOW = 4, 1.75, 0.25, 0.55  # columns of small panels, and sizes in inches
 _LETTERS = 24  # maximum length of a label
 
 
@@ -69,7 +66,6 @@ def _resampled(run: Run, column: int, steps: Array) -> Array:
     return np.asarray(np.interp(steps, [point[0] for point in points], [point[column] for point in points]))
 
 
-# ---------------------------------------------------------------------- a few in one panel
 def draw_losses(results: Results, path: Path) -> None:
     """Draw losses over steps and seconds: AdamW, Muon, the best first-order optimizer and the best of our methods."""
     courses = [found for name in shown(results) if (found := course(results, name))]
@@ -155,51 +151,6 @@ def _format_axes(axes: Axes, courses: Sequence[Course], top: float) -> None:
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set_ylim(low / 1.15, top * 1.15)
-
-
-# ---------------------------------------------------------------------- one panel each
-def draw_each(results: Results, path: Path) -> None:
-    """Draw the loss of each optimizer in front of the others, with a cross if a run did not finish."""
-    finals = {run["optimizer"] for run in statistics.select(results, "final") if known(run)}
-    summaries = [found for found in statistics.summaries(results) if found.optimizer in finals]
-    names = [found.optimizer for found in statistics.summaries(results)]
-    courses = {name: found for name in names if (found := course(results, name))}
-    rows = max(1, math.ceil(len(summaries) / _COLUMNS))
-    height = _BELOW + _ROW * rows
-    with styled():
-        figure = Figure(figsize=(10.5, height))
-        edges = {"top": 1 - _HEAD / height, "bottom": _BELOW / height, "left": 0.075, "right": 0.99}
-        figure.subplots_adjust(**edges, wspace=0.08, hspace=0.42)
-        grid = list(np.ravel(figure.subplots(rows, _COLUMNS, sharex=True, sharey=True, squeeze=False)))
-        for axes in grid[len(summaries) :]:
-            axes.set_visible(False)
-        for axes in grid[max(0, len(summaries) - _COLUMNS) : len(summaries)]:
-            axes.tick_params(labelbottom=True)
-        for index, (axes, own) in enumerate(zip(grid, summaries, strict=False)):
-            _panel(axes, results, own, courses, look(own.label, index))
-        figure.text(0.53, 0.06 / height, "optimizer steps", ha="center", va="bottom")
-        figure.text(0.004, 0.5, "training loss", ha="left", va="center", rotation="vertical")
-        save(figure, path)
-
-
-def _panel(axes: Axes, results: Results, own: Summary, courses: dict[str, Course], style: dict[str, Any]) -> None:
-    target = statistics.target_of(results, statistics.best_first(results))
-    style = {**style, "linewidth": 1.8, "zorder": 4}
-    for other in courses.values():
-        axes.plot(other.steps, other.mean, **_THIN)
-    if target is not None:
-        axes.axhline(target.loss, color="0.6", linewidth=0.6, zorder=0)
-    if own.optimizer in courses:
-        _draw(axes, courses[own.optimizer], "steps", style)
-    for run in statistics.select(results, "final", own.optimizer):
-        if statistics.flaw(run) and (points := known(run)):
-            axes.plot([p[0] for p in points], [p[1] for p in points], **{**style, "linewidth": 0.8})
-            axes.plot(*points[-1][:2], "x", color=style["color"], zorder=6)
-    done = own.loss.count if own.loss else 0
-    more = "" if done == own.seeds else f" ({done} of {own.seeds})"
-    axes.set_title(escaped(own.label) + more, loc="left", fontsize=9.5)
-    if courses:  # the median of the initial losses; curves above it leave the panel
-        _format_axes(axes, list(courses.values()), median(found.mean[0] for found in courses.values()))
 
 
 def escaped(text: str) -> str:

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.compare import figures, statistics, wording
-from benchmarks.compare.statistics import Results, Run
+from benchmarks.compare.statistics import Results
 from benchmarks.compare.tables import Rows, all_rows, markdown_table, plain
 
 NAME = "report.md"
+_ELSEWHERE = ("version", "command", "machines", "runs")
+"""Entries of results that are not among the facts."""
 _MADE_UP = "The data was generated at random in the real format: the code ran, but the numbers below mean nothing."
 
 
@@ -46,53 +48,18 @@ def _draw(results: Results, folder: Path) -> list[str]:
             "![Training loss against steps and seconds](report-losses.svg)\n\n"
             "Lines are means over the seeds, and bands show their range."
         )
-    if any(run["curve"] for run in finals):
-        figures.draw_each(results, folder / "report-each.svg")
-        drawn.append(
-            "![Training loss of every optimizer, one panel each](report-each.svg)\n\n"
-            "Optimizers are sorted by final loss, and bands show the range of the seeds. The other optimizers are "
-            "gray. The thin line is the final loss of the best first-order optimizer. A cross marks a run that did not "
-            "finish."
-        )
     return drawn
 
 
 def _facts(results: Results) -> Iterable[tuple[str, str]]:
-    """Yield facts about the runs and the machines."""
-    held_out = "all held-out data" if results.get("everything") else "the workload's sample of held-out data"
-    scaled = ", scaled to its speed at the start by steps of SGD in between" if results.get("reference_seconds") else ""
-    clock = f"{statistics.clock_name(results)} time{scaled}"
-    yield "workload", f"{results['workload']}, size {results['size']}: {results['examples']} training examples"
-    yield "full run", f"{results['steps']} steps of {results['batch_size']} examples"
-    yield "loss", f"training loss, {results['loss']}"
-    yield "metric", f"{results['metric']} on {held_out}; {results['metric_better']} is better"
-    yield "schedule", f"{results['schedule']}; an optimizer with its own schedule keeps it"
-    yield "seconds", f"{clock} of zero_grad, forward, backward and step, without drawing batches or evaluating"
-    if changes := results.get("workload_settings"):
-        yield "changed in the workload", ", ".join(f"{name}={value!r}" for name, value in changes.items())
+    """Yield what all runs have in common, the machines, and the versions of other packages."""
+    for name, found in results.items():
+        if name not in _ELSEWHERE and found not in (None, {}, ""):
+            yield name.replace("_", " "), str(found)
     for index in sorted({run["machine"] for run in results["runs"]}):
-        yield f"machine {index + 1}", _machine(results, index)
-    yield "versions", _versions(results["runs"])
-
-
-def _machine(results: Results, index: int) -> str:
-    known = results["machines"][index]
-    runs = sum(run["machine"] == index for run in results["runs"])
-    gemm, copying = known["gemm_gflops"], known["copy_gbytes"]
-    threads = f"{known['threads']} thread{'s' * (known['threads'] != 1)}"
-    return (
-        f"{known['processor']}, {threads}, {known['date']}, Python {known['python']}, "
-        f"torch {known['torch']}; measured next to its {runs} runs: matrix products {gemm['median']:g} GFLOP/s "
-        f"(best {gemm['best']:g}), copying {copying['median']:g} GB/s (best {copying['best']:g})"
-    )
-
-
-def _versions(runs: Iterable[Run]) -> str:
-    found: dict[str, dict[str, None]] = {}
-    for run in runs:
-        for name, version in (run.get("versions") or {}).items():
-            found.setdefault(name, {})[str(version)] = None
-    return ", ".join(f"{name} {' and '.join(found[name])}" for name in sorted(found)) or "no other packages"
+        yield f"machine {index + 1}", str(results["machines"][index])
+    versions = {f"{name} {v}" for run in results["runs"] for name, v in (run.get("versions") or {}).items()}
+    yield "versions", ", ".join(sorted(versions)) or "no other packages"
 
 
 def command(results: Mapping[str, Any]) -> str:

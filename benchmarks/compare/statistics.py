@@ -218,23 +218,10 @@ def summaries(results: Results) -> list[Summary]:
 def best_first(results: Results) -> str | None:
     """Return the first-order optimizer with the lowest mean final loss.
 
-    Optimizers with unfinished seeds count only if all have such seeds. :func:`passed_over` returns those.
+    Optimizers with unfinished seeds count only if all have such seeds.
     """
-    ranked = sorted(_firsts(results), key=lambda pair: (pair[0].incomplete, pair[1]))
-    return ranked[0][0].optimizer if ranked else None
-
-
-def passed_over(results: Results) -> list[str]:
-    """Return first-order optimizers with unfinished seeds whose other seeds end lower than the reference."""
-    reference = best_first(results)
-    if reference is None:
-        return []
-    limit = next(loss for summary, loss in _firsts(results) if summary.optimizer == reference)
-    return [summary.label for summary, loss in _firsts(results) if summary.incomplete and loss < limit]
-
-
-def _firsts(results: Results) -> list[tuple[Summary, float]]:
-    return [(s, s.loss.mean) for s in summaries(results) if s.order == "first" and s.loss]
+    ranked = [found for found in summaries(results) if found.order == "first" and found.loss]  # by their losses
+    return next((found.optimizer for found in sorted(ranked, key=lambda found: found.incomplete)), None)
 
 
 def target_of(results: Results, optimizer: str | None) -> Target | None:

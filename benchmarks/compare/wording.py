@@ -4,11 +4,11 @@ from collections.abc import Iterable, Sequence
 
 from benchmarks.compare import statistics
 from benchmarks.compare.runs import find
-from benchmarks.compare.statistics import Reach, Results, Run, Spread, Summary, Target
+from benchmarks.compare.statistics import Reach, Results, Run, Spread, Target
 from benchmarks.recipes.tuned import TUNED
 
 NOTHING = "–"
-_DIFFERENT = 1.1  # machines with a larger ratio of rates count as different
+_DIFFERENT = 1.1  # rates of matrix products with a larger ratio count as different
 
 
 def number(value: float | None, digits: int = 4) -> str:
@@ -43,22 +43,19 @@ def summary(results: Results) -> list[str]:
     if first is None:
         sentences = ["No first-order optimizer has a full run that finished, so there is no reference yet."]
     else:
-        sentences = [*_reference(results, first), *_verdict(results, first)]
+        sentences = [_reference(results, first), *_verdict(results, first)]
     sentences += [sentence for target in targets if target is not first for sentence in _second(results, target)]
-    return [*sentences, *_lowest(results), *_broken(results)]
+    return [*sentences, *_broken(results)]
 
 
-def _reference(results: Results, target: Target) -> list[str]:
+def _reference(results: Results, target: Target) -> str:
     found = statistics.summarize(results, target.optimizer).loss
     assert found is not None  # a target is a full run that finished
     seeds = "one seed" if found.count == 1 else f"mean of {found.count} seeds, {interval(found)}"
-    sentences = [
+    return (
         f"The best first-order optimizer is {target.label}: final loss {number(target.loss)} "
         f"({seeds}) after {target.steps:.0f} steps and {seconds(target.seconds)} s."
-    ]
-    if lower := statistics.passed_over(results):
-        sentences.append(f"{joined(lower)} ended lower in the runs that finished, but not with every seed.")
-    return sentences
+    )
 
 
 def _verdict(results: Results, target: Target) -> list[str]:
@@ -101,15 +98,6 @@ def _second(results: Results, target: Target) -> list[str]:
     return [f"{head}. For this loss, {_passage(best, target)}."]
 
 
-def _lowest(results: Results) -> list[str]:
-    known: list[tuple[Summary, Spread]] = [(s, s.loss) for s in statistics.summaries(results) if s.loss]
-    if not known:
-        return []
-    winner, loss = known[0]
-    whose = "ours" if winner.ours else f"{winner.order} order"
-    return [f"The lowest final loss is that of {winner.label} ({whose}): {number(loss.mean)}."]
-
-
 def _broken(results: Results) -> list[str]:
     """Return a sentence with the number of runs of all phases that did not finish, by optimizer."""
     broken = statistics.unfinished(results)
@@ -130,8 +118,7 @@ def budget(results: Results) -> list[str]:
 
 
 def _limits(results: Results) -> list[str]:
-    shared = [*_trials(results), *_fewer(results), *_shorter(results)]
-    return [*shared, *_edges(results), *_strayed(results), *_machines(results)]
+    return [*_trials(results), *_shorter(results), *_edges(results), *_machines(results)]
 
 
 def _trials(results: Results) -> list[str]:
@@ -149,31 +136,14 @@ def _trials(results: Results) -> list[str]:
 
 
 def _second_rates(results: Results, seeds: int) -> list[str]:
-    shown = []
-    for run in statistics.select(results, "long"):
-        counted = next(
-            (r for r in statistics.select(results, "final", run["optimizer"]) if r["seed"] == run["seed"]), None
-        )
-        found = [f"{number(statistics.final_loss(r))} at × {r['factor']:.3g}" for r in (counted, run) if r]
-        shown.append(f"{run['label']} {' and '.join(found)}")
-    if not shown:
+    if not statistics.select(results, "long"):
         return []
-    return [
-        f"The leaders also completed a run at the next lower rate. The better rate then ran with {_seeds(seeds)}. "
-        f"Losses of the first seed, by multiple of the recipe's rate: {'; '.join(shown)}."
-    ]
+    head = "The leaders also completed a run at the next lower rate."
+    return [f"{head} The better rate then ran with {_seeds(seeds)}."]
 
 
 def _seeds(count: int) -> str:
     return "1 seed" if count == 1 else f"{count} seeds"
-
-
-def _fewer(results: Results) -> list[str]:
-    found = statistics.summaries(results)
-    most = max((s.seeds for s in found), default=0)
-    expected = {1} if statistics.select(results, "long") else set()  # optimizers that are not leaders
-    fewer = [f"{s.label} {s.seeds}" for s in found if s.seeds < most and s.seeds not in expected]
-    return [f"These have fewer full runs than {most}: {', '.join(fewer)}."] if fewer else []
 
 
 def _shorter(results: Results) -> list[str]:
@@ -194,19 +164,9 @@ def _edges(results: Results) -> list[str]:
     return [f"For {joined(labels)}, the best learning rate is the last one tried, so a wider search might do better."]
 
 
-def _strayed(results: Results) -> list[str]:
-    pairs = [(s.label, s.factor, statistics.best_factor(results, s.optimizer)) for s in statistics.summaries(results)]
-    two = {run["label"] for run in statistics.select(results, "long")}
-    labels = [label for label, ran, best in pairs if ran and best and statistics.rounded(ran) != best]
-    labels = [label for label in labels if label not in two]
-    return [f"Full runs of {joined(labels)} used another rate than the best one of the trials."] if labels else []
-
-
 def _machines(results: Results) -> list[str]:
     used = sorted({run["machine"] for run in results["runs"]})
     machines = [results["machines"][index] for index in used]
-    if len({machine["processor"] for machine in machines}) > 1:
-        return ["The runs used different processors, so their seconds are not comparable."]
     rates = [machine["gemm_gflops"]["median"] for machine in machines]
     if rates and max(rates) > _DIFFERENT * min(rates):
         return [
