@@ -26,7 +26,7 @@ from benchmarks.runner import FAILURES, WINDOW, Trainer, memory_usage, optimizer
 from benchmarks.store import Cells, Figures, Identity
 from benchmarks.workloads import DataMissingError, Size, Workload
 
-__all__ = ["Cells", "Evidence", "Figures", "Identity", "Shown"]
+__all__ = ["Cells", "Evidence", "Figures", "Identity", "Repeated", "Shown"]
 
 RESULTS = Path(__file__).parent / "results"
 """Folder of the results that are under version control."""
@@ -82,15 +82,21 @@ class Evidence(Common):
 
     check = check_ranges
 
-    @property
-    def seeds_to_run(self) -> range:
-        """The seeds of a study that has the option ``seeds``."""
-        first, count = self.seed, getattr(self, "seeds", 1)
-        return range(first, first + count)
-
     def about(self, workload: Workload, optimizer: str, settings: Settings, **more: Any) -> Identity:
         own = {"workload": workload.name, "size": self.size, "batch_size": workload.batch_size}
         return {**own, "optimizer": optimizer, "settings": dict(settings), **more}
+
+
+@dataclass
+class Repeated(Evidence):
+    """Options of the studies that train with several seeds."""
+
+    seeds: int = 3
+    """Number of seeds, starting with --seed."""
+
+    @property
+    def seeds_to_run(self) -> range:
+        return range(self.seed, self.seed + self.seeds)
 
 
 @dataclass(frozen=True)

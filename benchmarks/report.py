@@ -4,14 +4,14 @@ import json
 import math
 import platform
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, track
 from rich.status import Status
 from rich.table import Table
 
@@ -27,24 +27,20 @@ def status(text: str) -> Status:
     return Console(stderr=True).status(text)
 
 
-def progress_bar(target: Console | None = None) -> Progress:
-    """Return a progress bar with the current item and the remaining time. It shows nothing outside a terminal."""
-    terminal = target or Console(stderr=True)
+def progress_bar() -> Progress:
+    """Return a progress bar with the current item. It shows nothing outside a terminal."""
+    terminal = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    return Progress(*columns, TimeRemainingColumn(), console=terminal, transient=True, disable=not terminal.is_terminal)
+    return Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal)
 
 
 T = TypeVar("T")
 
 
-def tracked(title: str, items: Sequence[T], name: Callable[[T], str] | None = None) -> Iterator[T]:
+def tracked(title: str, items: Sequence[T]) -> Iterable[T]:
     """Yield items, with a progress bar."""
-    with progress_bar() as bar:
-        task = bar.add_task(title, total=len(items))
-        for item in items:
-            bar.update(task, description=name(item) if name else title)
-            yield item
-            bar.advance(task)
+    terminal = Console(stderr=True)
+    return track(items, title, console=terminal, transient=True, disable=not terminal.is_terminal)
 
 
 def make_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> Table:

@@ -17,16 +17,16 @@ import torch
 from rich.table import Table
 
 from benchmarks import events, report
-from benchmarks.commands.options import Common, check_ranges
+from benchmarks.commands.options import OnWorkload, check_ranges
 from benchmarks.events import ALL, TRAIN, TRAIN_COLUMNS, Event
-from benchmarks.live import Board
+from benchmarks.live import board
 from benchmarks.plot_analysis import plot_analysis
 from benchmarks.recipes import METHODS
 from benchmarks.recipes.building import parse_settings
 from benchmarks.recipes.types import Schedule, Settings, make_schedule
 from benchmarks.report import value
 from benchmarks.runner import Trainer, trainer_of
-from benchmarks.workloads import Size, Workload, WorkloadName, make_workload
+from benchmarks.workloads import Workload
 from secondorder import SecondOrderOptimizer
 from secondorder.diagnostics import Analysis
 from secondorder.diagnostics.jsonl import EventFile
@@ -41,11 +41,9 @@ _MEASURED = {
 
 
 @dataclass
-class Analyse(Common):
+class Analyse(OnWorkload):
     """Train with a layer method and record and plot ranks, gradient norms, errors of few rows and stage times."""
 
-    workload: WorkloadName = "digits"
-    """Workload to train."""
     method: AnalysedMethod = "hylo"
     """Optimizer, whose recipe is the starting point."""
     set: tuple[str, ...] = ()
@@ -54,14 +52,8 @@ class Analyse(Common):
     """Start from the recipe. --no-recipe starts from the defaults of the constructor."""
     steps: int = 100
     """Number of optimizer steps."""
-    workload_set: tuple[str, ...] = ()
-    """Fields of the workload to change, such as dice=0.5 of unet."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """Schedule of the learning rate."""
-    size: Size = "cpu"
-    """Size of the model and of the batch."""
-    batch_size: int | None = None
-    """Batch size. Default: that of the workload."""
     batch_sizes: tuple[int, ...] = ()
     """Further batch sizes. A separate run for each measures the rank."""
     every: int = 10
@@ -80,9 +72,9 @@ class Analyse(Common):
         check_ranges(self, ("steps",))
         torch.set_num_threads(self.threads)
         changes = parse_settings(self.set)
-        workload = self._workload(self.batch_size)
+        workload = self.make_workload()
         sizes = list(dict.fromkeys([workload.batch_size, *self.batch_sizes]))
-        trainers = [self._trainer(self._workload(size), changes) for size in sizes]
+        trainers = [self._trainer(self.make_workload(size), changes) for size in sizes]
         epochs = [max(1, workload.examples // size) for size in sizes]
         self.out_dir.mkdir(parents=True, exist_ok=True)
         for stem in events.FILES:
@@ -90,14 +82,11 @@ class Analyse(Common):
                 (self.out_dir / f"{stem}{suffix}").unlink(missing_ok=True)
         for index, (trainer, epoch_steps) in enumerate(zip(trainers, epochs, strict=True)):
             title = f"{self.workload}, {self.method}, batch {trainer.workload.batch_size}"
-            with Board(title, [trainer], self.steps, timed=False) as board:
+            with board(title, [trainer], self.steps) as update:
                 for _ in self._train(trainer, epoch_steps, rank_only=index > 0):
-                    board.update(trainer)
+                    update(trainer)
         self._report(trainers[0])
         return int(any(trainer.diverged for trainer in trainers))
-
-    def _workload(self, batch_size: int | None) -> Workload:
-        return make_workload(self.workload, self.data_dir, self.size, batch_size, parse_settings(self.workload_set))
 
     def _trainer(self, workload: Workload, changes: Settings) -> Trainer:
         method = METHODS[self.method]

@@ -21,7 +21,7 @@ from benchmarks import report
 from benchmarks.checkpoints import Pause
 from benchmarks.commands.demo import TARGETS
 from benchmarks.compare.runs import find, recipe_on
-from benchmarks.evidence import Cells, Evidence, Figures, Shown, figures_of, notes_text, train_until
+from benchmarks.evidence import Cells, Figures, Repeated, Shown, figures_of, notes_text, train_until
 from benchmarks.plot import INK, Panel, Row, look, plot_rows
 from benchmarks.report import value
 from benchmarks.runner import WINDOW, trainer_of
@@ -29,7 +29,7 @@ from benchmarks.workloads import Workload, WorkloadName, make_workload
 
 
 @dataclass
-class BatchSize(Evidence):
+class BatchSize(Repeated):
     """Measure the steps to a training loss at several batch sizes, with the same search of rates for every method."""
 
     workload: WorkloadName = "autoencoder"

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from benchmarks import report, store
-from benchmarks.commands.options import Common
+from benchmarks.commands.options import OnWorkload
 from benchmarks.compare.page import write_report
 from benchmarks.compare.plan import STEP, Budget, Job, current, end_loss, pending
 from benchmarks.compare.runs import Setting, execute, find, key_of, measure_reference, pause_of, recipe_of
@@ -26,7 +26,7 @@ from benchmarks.peers import PEERS, available, set_paths, versions
 from benchmarks.recipes import METHODS, VARIANTS
 from benchmarks.recipes.building import parse_settings
 from benchmarks.store import locked
-from benchmarks.workloads import Size, WorkloadName
+from benchmarks.workloads import Size
 from benchmarks.workloads.tiny import found_or_made_up
 
 TARGETS: dict[str, float] = {"autoencoder": 0.2, "poisson": 0.2}
@@ -37,11 +37,9 @@ SMOKE_STEPS = 20
 
 
 @dataclass
-class Compare(Common):
+class Compare(OnWorkload):
     """Compare optimizers on one workload with equal budgets, and write a report."""
 
-    workload: WorkloadName = "digits"
-    """Workload to train."""
     size: Size = "cpu"
     """Size of the model and of the batch. smoke takes seconds, uses one rate and seed, and generates missing data."""
     optimizers: tuple[str, ...] = ()
@@ -65,10 +63,6 @@ class Compare(Common):
     threads: int = 1
     """Number of threads of a run. With one thread, seconds are processor time, which steps of SGD in between scale to
     the processor's speed at the start, because other work slows it down. With more, they are wall-clock time."""
-    batch_size: int | None = None
-    """Batch size. Default: that of the workload."""
-    workload_set: tuple[str, ...] = ()
-    """Fields of the workload to change, as key=value."""
     evaluate: bool = False
     """Evaluate on all held-out data at the end, and with further metrics of the workload, such as BLEU."""
     peer_path: tuple[str, ...] = ()

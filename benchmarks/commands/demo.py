@@ -12,7 +12,7 @@ from rich.table import Table
 from benchmarks import report
 from benchmarks.commands.options import Common
 from benchmarks.compare.figures import draw_histories
-from benchmarks.live import Board
+from benchmarks.live import board
 from benchmarks.recipes import METHODS, OWN
 from benchmarks.recipes.types import MethodName
 from benchmarks.report import value
@@ -53,8 +53,8 @@ class Demo(Common):
         target = TARGETS[self.workload] if self.target is None else self.target
         methods = [METHODS[name] for name in self.optimizers]
         trainers = [trainer_of(method, workload, method.settings(self.workload), self.seed) for method in methods]
-        with Board(f"{self.workload}: {len(trainers)} optimizers", trainers, steps) as board:
-            race(trainers, steps, board.update)
+        with board(f"{self.workload}: {len(trainers)} optimizers", trainers, steps) as update:
+            race(trainers, steps, update)
         results = [_summary(trainer, workload, target, trainers[0]) for trainer in trainers]
         report.save(self.out_dir, "demo", [_table(self.workload, steps, workload, target, results)], {
             "workload": self.workload, "seed": self.seed, "target": target, "results": results,

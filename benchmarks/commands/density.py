@@ -18,7 +18,7 @@ from benchmarks import evidence, report
 from benchmarks.checkpoints import Pause
 from benchmarks.commands.window import kept
 from benchmarks.compare.runs import find, recipe_on
-from benchmarks.evidence import Cells, Evidence, Figures, Shown, attempted, over_seeds, train_and_evaluate
+from benchmarks.evidence import Cells, Figures, Repeated, Shown, attempted, over_seeds, train_and_evaluate
 from benchmarks.plot import OPTIMIZERS, Panel, Row, look, plot_rows
 from benchmarks.recipes.building import settings_of, window_keywords
 from benchmarks.recipes.types import COSINE, Settings, make_schedule
@@ -40,7 +40,7 @@ def _entry(label: str, optimizer: str, settings: Settings, share: float | None, 
 
 
 @dataclass
-class Density(Evidence):
+class Density(Repeated):
     """Train with sparse windows of several densities, with a dense one and without, and compare losses and memory."""
 
     workload: WorkloadName = "resnet20"
@@ -55,8 +55,6 @@ class Density(Evidence):
     """Number of rows."""
     steps: int | None = None
     """Number of optimizer steps. Default: that of the workload."""
-    seeds: int = 3
-    """Number of seeds, starting with --seed."""
     evaluate: bool = False
     """Evaluate on all held-out data, even if the workload uses a part of it to save time."""
 

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.recipes.building import parse_settings
+from benchmarks.workloads import Size, Workload, WorkloadName, make_workload
+
 
 @dataclass
 class Output:
@@ -31,6 +34,24 @@ class Common(Seeded):
 
     data_dir: Path = Path("data")
     """Folder that contains the data sets: mnist, cifar10, cifar100, imagenet, shakespeare, multi30k, membrane."""
+
+
+@dataclass
+class OnWorkload(Common):
+    """Options of commands that train one workload."""
+
+    workload: WorkloadName = "digits"
+    """Workload to train."""
+    workload_set: tuple[str, ...] = ()
+    """Fields of the workload to change, such as dice=0.5 of unet."""
+    size: Size = "cpu"
+    """Size of the model and of the batch."""
+    batch_size: int | None = None
+    """Batch size. Default: that of the workload."""
+
+    def make_workload(self, batch_size: int | None = None) -> Workload:
+        changes = parse_settings(self.workload_set)
+        return make_workload(self.workload, self.data_dir, self.size, batch_size or self.batch_size, changes)
 
 
 @dataclass

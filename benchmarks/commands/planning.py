@@ -7,13 +7,13 @@ from typing import Annotated, Literal
 import tyro
 
 from benchmarks import report
-from benchmarks.commands.options import Common
+from benchmarks.commands.options import OnWorkload
 from benchmarks.peers import PEERS, set_paths
 from benchmarks.precision import Amp, DeviceName
 from benchmarks.recipes import METHODS, find_method, printing
 from benchmarks.recipes.building import parse_settings
 from benchmarks.recipes.types import Method, Recipe, Schedule, Shape
-from benchmarks.workloads import DataMissingError, Size, Workload, WorkloadName, make_workload
+from benchmarks.workloads import DataMissingError, Size, Workload, make_workload
 from secondorder.methods.names import ALIASES
 
 _OPTIMIZERS = tyro.extras.literal_type_from_choices([*METHODS, *ALIASES, *PEERS])
@@ -34,11 +34,9 @@ class Plan:
 
 
 @dataclass
-class Planned(Common):
+class Planned(OnWorkload):
     """Options that define a run."""
 
-    workload: WorkloadName = "digits"
-    """Workload to train."""
     optimizer: Annotated[str, tyro.conf.arg(aliases=["--optim"], constructor=_OPTIMIZERS)] = "kfac"
     """Optimizer, whose recipe is the starting point. Names of other programs use the recipe of their method."""
     peer_path: tuple[str, ...] = ()
@@ -60,8 +58,6 @@ class Planned(Common):
     """For --print-recipe: number of ranks. A run takes it from torchrun."""
     steps: int | None = None
     """Number of optimizer steps. Default: the epochs of the recipe, or the number of the workload."""
-    workload_set: tuple[str, ...] = ()
-    """Fields of the workload to change, such as dice=0.5 of unet."""
     schedule: Literal["recipe"] | Shape = "recipe"
     """Schedule of the learning rate."""
     warmup: float | None = None

@@ -17,7 +17,7 @@ from benchmarks.checkpoints import Pause
 from benchmarks.commands.swap import build
 from benchmarks.compare.runs import find
 from benchmarks.compare.wording import NOTHING, number, seconds
-from benchmarks.evidence import Cells, Evidence, Figures, Identity, Shown
+from benchmarks.evidence import Cells, Figures, Identity, Repeated, Shown
 from benchmarks.recipes import METHODS
 from benchmarks.recipes.types import CONSTANT, Schedule, make_schedule
 from benchmarks.report import value
@@ -78,15 +78,13 @@ _SHORT = {
 
 
 @dataclass
-class Presets(Evidence):
+class Presets(Repeated):
     """Train with presets, and with the optimizers that they replace, on the workloads of the page on methods."""
 
     choices: tuple[str, ...] = tuple(CHOICES)
     """Presets and methods to run."""
     share: float = 1.0
     """Share of each workload's steps."""
-    seeds: int = 3
-    """Number of seeds, starting with --seed."""
 
     @property
     def stem(self) -> str:

@@ -19,7 +19,7 @@ from torch import nn
 from benchmarks import evidence, report
 from benchmarks.checkpoints import Pause
 from benchmarks.compare.runs import find
-from benchmarks.evidence import Cells, Evidence, Figures, Shown
+from benchmarks.evidence import Cells, Figures, Repeated, Shown
 from benchmarks.plot import Row
 from benchmarks.recipes import OWN
 from benchmarks.recipes.building import parse_settings
@@ -35,7 +35,7 @@ REFERENCE = "adamw"
 
 
 @dataclass
-class Robustness(Evidence):
+class Robustness(Repeated):
     """Train every workload with every method's defaults, and count how often they are at least as good as AdamW's."""
 
     workloads: tuple[WorkloadName, ...] = get_args(WorkloadName)
@@ -47,7 +47,6 @@ class Robustness(Evidence):
     share: float | None = None
     """Share of each workload's steps. Default: all at size smoke, otherwise a third."""
     seeds: int = 1
-    """Number of seeds, starting with --seed."""
     tolerance: float = 0.02
     """Tolerance of "at least as good", as a share of the decrease of AdamW's loss."""
 

@@ -71,7 +71,7 @@ class Scripts(Common):
             found_or_made_up("chargpt", self.data_dir, self.size) as (shakespeare, _),
         ):
             data = Data(mnist, shakespeare, self.seed)
-            for name in report.tracked("scripts", names, str):
+            for name in report.tracked("scripts", names):
                 results[name] = compare(SCRIPTS[name], data, lines, self._steps(SCRIPTS[name]))
         about = {"size": self.size, "seed": self.seed, "length": self.length, "lines": {"AdamW": ADAMW, **lines}}
         tables = [_totals(results, self.lines), _table(results)]

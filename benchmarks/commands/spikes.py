@@ -13,13 +13,13 @@ import torch
 from rich.table import Table
 
 from benchmarks import report
-from benchmarks.commands.options import Common
+from benchmarks.commands.options import OnWorkload
 from benchmarks.machine import no_collections
 from benchmarks.recipes import METHODS
 from benchmarks.recipes.types import MethodName, Settings
 from benchmarks.report import value
 from benchmarks.runner import trainer_of
-from benchmarks.workloads import Workload, WorkloadName, make_workload
+from benchmarks.workloads import Workload, WorkloadName
 from secondorder import SecondOrderOptimizer
 
 WAYS: Mapping[str, Settings] = {
@@ -31,7 +31,7 @@ WAYS: Mapping[str, Settings] = {
 
 
 @dataclass
-class Spikes(Common):
+class Spikes(OnWorkload):
     """Compare the slowest step of K-FAC with the median one, for every way to spread refreshes."""
 
     workload: WorkloadName = "autoencoder"
@@ -46,14 +46,12 @@ class Spikes(Common):
     """Steps between two refreshes."""
     intervals: int = 2
     """Number of timed intervals, after one that is not timed."""
-    batch_size: int | None = None
-    """Batch size. Default: that of the workload."""
 
     def run(self) -> int:
         if self.intervals < 1 or self.inv_update_steps < 1:
             raise ValueError(f"there is no step to time in {self.intervals} intervals of {self.inv_update_steps}")
         torch.set_num_threads(self.threads)
-        workload = make_workload(self.workload, self.data_dir, batch_size=self.batch_size)
+        workload = self.make_workload()
         asked: list[tuple[str, str, Settings]] = [
             (method, way, {**changes, **({"inverse_method": method} if self.optimizer == "kfac" else {})})
             for method in (self.inverse_methods if self.optimizer == "kfac" else ("eigen",))

@@ -13,7 +13,7 @@ import torch
 from rich.table import Table
 
 from benchmarks import report
-from benchmarks.commands.options import Common
+from benchmarks.commands.options import OnWorkload
 from benchmarks.compare.runs import find
 from benchmarks.counting import counted_flops, factor_flops
 from benchmarks.filling import fill_windows
@@ -36,7 +36,7 @@ from benchmarks.timing import (
     ratio,
     summary,
 )
-from benchmarks.workloads import Size, Workload, WorkloadName, make_workload
+from benchmarks.workloads import Workload, WorkloadName
 from benchmarks.workloads.random_data import random_workload
 from secondorder import EKFAC, KFAC, SecondOrderOptimizer
 
@@ -71,7 +71,7 @@ _FAMILIES: dict[MethodName, _Family] = {
 
 
 @dataclass
-class StepTime(Common):
+class StepTime(OnWorkload):
     """Compare every method's step time with SGD's, and that of KFAC, EKFAC and HyLo with the floor of their FLOPs."""
 
     workload: WorkloadName = "autoencoder"
@@ -88,10 +88,6 @@ class StepTime(Common):
     """How HyLo chooses rows."""
     steps: int = 40
     """Number of timed steps of each optimizer. 10 include every kind of step of KFAC, EKFAC and HyLo."""
-    size: Size = "cpu"
-    """Size of the model and of the batch."""
-    batch_size: int | None = None
-    """Batch size. Default: that of the workload."""
     random: bool = False
     """Use random data, for resnet50 and gpt2_small, so that no files are needed."""
     device: str = "cpu"
@@ -133,7 +129,7 @@ class StepTime(Common):
     def _workload(self) -> Workload:
         if self.random:
             return random_workload(self.workload, self.size, self.batch_size)
-        return make_workload(self.workload, self.data_dir, self.size, self.batch_size)
+        return self.make_workload()
 
     def _contenders(self, workload: Workload) -> tuple[Contender, list[Contender]]:
         contenders = []

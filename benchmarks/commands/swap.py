@@ -77,7 +77,7 @@ class Swap(Common):
         names = list(SCRIPTS) if self.workload is None else [self.workload]
         bases = list(LINES) if self.base is None else [self.base]
         outcomes = []
-        for name in report.tracked("scripts", names, str):
+        for name in report.tracked("scripts", names):
             with found_or_made_up(name, self.data_dir, self.size) as (data_dir, _):
                 workload = make_workload(name, data_dir, self.size)
                 outcomes += [self._compare(name, base, workload) for base in bases]

@@ -18,7 +18,7 @@ from benchmarks import checkpoints, report
 from benchmarks.commands.options import check_ranges
 from benchmarks.commands.planning import Plan, Planned
 from benchmarks.journal import Journal
-from benchmarks.live import Board
+from benchmarks.live import board
 from benchmarks.ranks import RankFigures, Ranks, joined, own_device
 from benchmarks.recipes.building import parse_settings
 from benchmarks.recipes.types import Recipe, make_schedule
@@ -151,13 +151,13 @@ class Train(Planned):
     ) -> list[dict[str, float]]:
         with ExitStack() as stack:
             title = f"{self.workload}, {trainer.history.label}"
-            board = stack.enter_context(Board(title, [trainer], steps, ranks.first))
+            show = stack.enter_context(board(title, [trainer], steps, ranks.first))
             events = self.out_dir / "tensorboard" / self._stem if self.tensorboard else None
             path = self.out_dir / f"{self._stem}.jsonl"
             journal = stack.enter_context(Journal(path, trainer, events)) if ranks.first else None
 
             def after_step(trainer: Trainer) -> None:
-                board.update(trainer)
+                show(trainer)
                 step = len(trainer.history.losses)
                 if journal is not None and journal.behind:
                     due = _due(step, self.evaluate_every)

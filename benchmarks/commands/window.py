@@ -105,7 +105,7 @@ class Window(Alone):
         torch.set_num_threads(self.threads)
         cases = [(size, storage) for size in self.sizes for storage in self.storages]
         gemm = gemm_gflops(dtype=torch.float64, device=torch.device(self.device))
-        results = [self._measure(*case, gemm) for case in report.tracked("windows", cases, ", ".join)]
+        results = [self._measure(*case, gemm) for case in report.tracked("windows", cases)]
         data = {"device": self.device, "seed": self.seed, "gemm_gflops_float64": asdict(gemm), "results": results}
         report.save(self.out_dir, "window", [_time_table(results, gemm), _byte_table(results)], data)
         return 0
