@@ -11,14 +11,12 @@ from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes, subcommand
 from benchmarks.commands.analyse import Analyse
 from benchmarks.commands.batch_size import BatchSize
 from benchmarks.commands.compare import Compare
-from benchmarks.commands.demo import Demo
+from benchmarks.commands.demo import Demo, Drawn
 from benchmarks.commands.density import Density
 from benchmarks.commands.estimates import Estimates
 from benchmarks.commands.fetch import Fetch
-from benchmarks.commands.figures import Drawn
-from benchmarks.commands.kernel import Kernel
 from benchmarks.commands.length import Length
-from benchmarks.commands.linalg import Linalg
+from benchmarks.commands.linalg import Kernel, Linalg
 from benchmarks.commands.memory import Memory
 from benchmarks.commands.overview import Overview
 from benchmarks.commands.presets import Presets
@@ -26,11 +24,10 @@ from benchmarks.commands.ranks import Ranks
 from benchmarks.commands.regress import Regress
 from benchmarks.commands.robustness import Robustness
 from benchmarks.commands.scaling import Scaling
-from benchmarks.commands.scripts import Scripts
 from benchmarks.commands.seconds import Seconds
 from benchmarks.commands.spikes import Spikes
 from benchmarks.commands.step_time import StepTime
-from benchmarks.commands.swap import Swap
+from benchmarks.commands.swap import Scripts, Swap
 from benchmarks.commands.train import Train
 from benchmarks.commands.window import Window
 from benchmarks.peers import PeerMissingError

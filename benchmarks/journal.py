@@ -1,11 +1,9 @@
-"""The log of a run: one line of JSON per step and, on request, TensorBoard."""
+"""The log of a run: one line of JSON per step."""
 
 import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any
 
 from benchmarks.runner import Trainer
 
@@ -20,7 +18,7 @@ class Journal:
     is added after the steps at which it was measured. With several ranks, the loss is that of the first rank.
     """
 
-    def __init__(self, path: Path, trainer: Trainer, tensorboard: Path | None = None) -> None:
+    def __init__(self, path: Path, trainer: Trainer) -> None:
         self._trainer, self._written = trainer, len(trainer.history.losses)
         self._rate = self._next_rate()
         kept = _lines_until(path, self._written)
@@ -28,20 +26,12 @@ class Journal:
         """Metrics on held-out data, with their steps."""
         self._seconds = sum(trainer.history.step_seconds)
         self._worked = sum(trainer.history.processor_seconds)
-        self._board = None if tensorboard is None else summary_writer(tensorboard, self._written + 1)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("w", encoding="utf-8")
         self._file.writelines(kept)
 
-    def __enter__(self) -> "Journal":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self._file.close()
-        if self._board is not None:
-            self._board.close()
 
     @property
     def behind(self) -> bool:
@@ -64,9 +54,6 @@ class Journal:
         line = {key: value if math.isfinite(value) else None for key, value in row.items()}
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
-        if self._board is not None:
-            for key in ("loss", "lr", *(measured or {})):
-                self._board.add_scalar(key, row[key], step)
 
     def _next_rate(self) -> float:
         return float(self._trainer.optimizer.param_groups[0]["lr"])
@@ -74,14 +61,6 @@ class Journal:
 
 def _measured(row: Mapping[str, float]) -> dict[str, float]:
     return {key: value for key, value in row.items() if key not in COLUMNS[1:]}
-
-
-def summary_writer(folder: Path, first_step: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter  # imported only on request
-    except ImportError as err:
-        raise ValueError(f"--tensorboard needs the package: pip install tensorboard ({err})") from err
-    return SummaryWriter(str(folder), purge_step=first_step if first_step > 1 else None)
 
 
 def _lines_until(path: Path, step: int) -> list[str]:

@@ -16,11 +16,10 @@ from typing import Any, Literal, cast
 import torch
 from rich.table import Table
 
-from benchmarks import events, report
+from benchmarks import analysis, report
+from benchmarks.analysis import ALL, TRAIN, TRAIN_COLUMNS, Event, plot_analysis
 from benchmarks.commands.options import OnWorkload, check_ranges
-from benchmarks.events import ALL, TRAIN, TRAIN_COLUMNS, Event
 from benchmarks.live import board
-from benchmarks.plot_analysis import plot_analysis
 from benchmarks.recipes import METHODS
 from benchmarks.recipes.building import parse_settings
 from benchmarks.recipes.types import Schedule, Settings, make_schedule
@@ -77,7 +76,7 @@ class Analyse(OnWorkload):
         trainers = [self._trainer(self.make_workload(size), changes) for size in sizes]
         epochs = [max(1, workload.examples // size) for size in sizes]
         self.out_dir.mkdir(parents=True, exist_ok=True)
-        for stem in events.FILES:
+        for stem in analysis.FILES:
             for suffix in (".jsonl", ".png", ".svg"):
                 (self.out_dir / f"{stem}{suffix}").unlink(missing_ok=True)
         for index, (trainer, epoch_steps) in enumerate(zip(trainers, epochs, strict=True)):
@@ -123,10 +122,10 @@ class Analyse(OnWorkload):
             print(f"no rank and no error of {name}: {reason}")
 
     def _report(self, trainer: Trainer) -> None:
-        found = events.load(self.out_dir)
+        found = analysis.load(self.out_dir)
         changes = parse_settings(self.set)
         settings = METHODS[self.method].settings(self.workload if self.recipe else None, changes)
-        times = events.stage_times(found["profile"])
+        times = analysis.stage_times(found["profile"])
         layers, modes = _layer_figures(found), _modes(found["trend"])
         data = {
             "workload": self.workload,
@@ -144,7 +143,7 @@ class Analyse(OnWorkload):
         keywords = " ".join(f"{key}={value}" for key, value in settings.items())
         title = f"{self.workload}, batch {trainer.workload.batch_size}: {trainer.history.label} {keywords}"
         report.save(self.out_dir, "analyse", [_layer_table(title, layers, modes), _stage_table(times)], data)
-        for stem in events.FILES:
+        for stem in analysis.FILES:
             report.print_path("events", self.out_dir / f"{stem}.jsonl")
         for path in plot_analysis(self.out_dir, f".{self.figures}"):
             report.print_path("plot", path)
@@ -152,24 +151,24 @@ class Analyse(OnWorkload):
 
 def _layer_figures(found: Mapping[str, Sequence[Event]]) -> list[dict[str, Any]]:
     figures: list[dict[str, Any]] = []
-    for name in [*events.layers(found["rank"]), ALL]:
-        own = {file: events.where(found[file], layer=name) for file in ("rank", "trend", "error")}
+    for name in [*analysis.layers(found["rank"]), ALL]:
+        own = {file: analysis.where(found[file], layer=name) for file in ("rank", "trend", "error")}
         for m in dict.fromkeys(event["m"] for event in own["rank"]) or [None]:
-            ranks = events.where(own["rank"], m=m)
+            ranks = analysis.where(own["rank"], m=m)
             entry: dict[str, Any] = {"layer": name, "m": m}
             entry |= {column: ranks[0][column] if ranks else None for column in ("d_i", "d_o")}
-            entry["rank90_share"] = events.median(ranks, events.rank_share)
-            entry |= {column: events.median(ranks, column) for column in ("eff_rank", "damping_over_sigma1")}
+            entry["rank90_share"] = analysis.median(ranks, analysis.rank_share)
+            entry |= {column: analysis.median(ranks, column) for column in ("eff_rank", "damping_over_sigma1")}
             if not figures or figures[-1]["layer"] != name:
                 for mode in ("kid", "kis"):
-                    entry[f"{mode}_error"] = events.median(events.where(own["error"], mode=mode), "rel_error")
-                entry |= {column: events.median(own["trend"], column) for column in ("grad_norm", "update_norm")}
+                    entry[f"{mode}_error"] = analysis.median(analysis.where(own["error"], mode=mode), "rel_error")
+                entry |= {column: analysis.median(own["trend"], column) for column in ("grad_norm", "update_norm")}
             figures.append(entry)
     return figures
 
 
 def _modes(trend: Sequence[Event]) -> dict[str, list[tuple[int, int]]]:
-    return {mode: events.spans(trend, mode) for mode in dict.fromkeys(event["mode"] for event in trend)}
+    return {mode: analysis.spans(trend, mode) for mode in dict.fromkeys(event["mode"] for event in trend)}
 
 
 def _layer_table(title: str, layers: Sequence[dict[str, Any]], modes: Mapping[str, Sequence[tuple[int, int]]]) -> Table:
@@ -187,7 +186,7 @@ def _layer_table(title: str, layers: Sequence[dict[str, Any]], modes: Mapping[st
 
 
 def _stage_table(times: Mapping[str, Mapping[str, float]]) -> Table:
-    shown = [stage for stage in events.STAGES if any(found[stage] for found in times.values())]
+    shown = [stage for stage in analysis.STAGES if any(found[stage] for found in times.values())]
     rows = [(stage, *(f"{found[stage]:.2f}" for found in times.values())) for stage in shown]
     rows.append(("sum", *(f"{sum(found.values()):.2f}" for found in times.values())))
     caption = (

@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 
 from benchmarks import report
 from benchmarks.checkpoints import Pause
-from benchmarks.commands.demo import TARGETS
+from benchmarks.commands.options import TARGETS
 from benchmarks.compare.runs import find, recipe_on
 from benchmarks.evidence import Cells, Figures, Repeated, Shown, figures_of, notes_text, train_until
 from benchmarks.plot import INK, Panel, Row, look, plot_rows

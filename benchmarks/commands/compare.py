@@ -18,10 +18,9 @@ from torch import nn
 
 from benchmarks import report, store
 from benchmarks.commands.options import OnWorkload
-from benchmarks.compare.page import write_report
 from benchmarks.compare.plan import STEP, Budget, Job, current, end_loss, pending
 from benchmarks.compare.runs import Setting, execute, find, key_of, measure_reference, pause_of, recipe_of
-from benchmarks.compare.tables import printed
+from benchmarks.compare.tables import printed, write_report
 from benchmarks.peers import PEERS, available, set_paths, versions
 from benchmarks.recipes import METHODS, VARIANTS
 from benchmarks.recipes.building import parse_settings

@@ -1,7 +1,9 @@
-"""``demo``: a table and a plot of all optimizers on one workload, trained from the same weights."""
+"""``demo``: a table and a plot of all optimizers on one workload. ``figures``: those of the documentation."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -10,25 +12,18 @@ import torch
 from rich.table import Table
 
 from benchmarks import report
-from benchmarks.commands.options import Common
-from benchmarks.compare.figures import draw_histories
+from benchmarks.commands.batch_size import draw_batch_sizes
+from benchmarks.commands.density import draw_densities
+from benchmarks.commands.options import TARGETS, Common
+from benchmarks.commands.overview import load
+from benchmarks.compare.figures import draw_histories, draw_losses
+from benchmarks.compare.statistics import Results
 from benchmarks.live import board
 from benchmarks.recipes import METHODS, OWN
 from benchmarks.recipes.types import MethodName
 from benchmarks.report import value
-from benchmarks.runner import WINDOW, Trainer, optimizer_bytes, race, trainer_of
+from benchmarks.runner import WINDOW, History, Trainer, optimizer_bytes, race, trainer_of
 from benchmarks.workloads import Workload, WorkloadName, make_workload
-
-TARGETS: dict[WorkloadName, float] = {
-    "digits": 0.02,
-    "autoencoder": 120.0,
-    "resnet20": 1.4,
-    "chargpt": 2.5,
-    "logistic": 0.2,
-    "multi30k": 4.5,
-    "unet": 0.3,
-}
-"""Training loss to reach. The table shows the steps and seconds that each optimizer needs."""
 
 
 @dataclass
@@ -95,3 +90,45 @@ def _table(name: str, steps: int, workload: Workload, target: float, results: li
     threads = f"{count} thread{'s' * (count > 1)}"
     caption = f"The training loss is a mean of {WINDOW} steps. The step time is a mean over all steps. {threads}."
     return report.table_of(f"{name}: {steps} steps from the same weights and batches", results, columns, caption)
+
+
+@dataclass
+class Drawn:
+    """Draw the figures of the documentation from stored results."""
+
+    results: Path = Path("benchmarks/results")
+    """Folder that contains the results."""
+    out_dir: Path = Path("docs/images")
+    """Folder to write the figures to."""
+
+    def run(self) -> int:
+        found = load(self.results)
+        if not found:
+            raise ValueError(f"{self.results} contains no results")
+        draw = {}
+        for stem, results in found.items():
+            if "runs" in results:
+                draw[f"evidence-{results['workload']}.svg"] = partial(draw_losses, results)
+            elif stem.startswith("batch-size-"):
+                reached = [row for row in results["rows"] if row["steps"]]
+                draw["evidence-batch-size.svg"] = partial(draw_batch_sizes, reached, _title(results))
+            elif stem.startswith("density-"):
+                title = f"{_title(results)}: loss against the entries kept"
+                draw["evidence-density.svg"] = partial(draw_densities, results["rows"], title)
+            elif stem == "demo":
+                draw["demo.png"] = partial(draw_demo, results)
+        self.out_dir.mkdir(parents=True, exist_ok=True)
+        for name, function in draw.items():
+            function(self.out_dir / name)
+            report.print_path("figure", self.out_dir / name)
+        return 0
+
+
+def _title(results: Results) -> str:
+    return str(results["tables"][0]["title"])
+
+
+def draw_demo(results: Mapping[str, Any], path: Path) -> None:
+    rows = results["results"]
+    histories = [History(row["label"], losses=row["losses"], step_seconds=row["step_seconds"]) for row in rows]
+    draw_histories(histories, f"{results['workload']}, seed {results['seed']}", results["target"], path)

@@ -4,7 +4,7 @@ Under ``torchrun``, all ranks train together, each on its share of every batch, 
 """
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -67,8 +67,6 @@ class Train(Planned):
     further metrics of the workload."""
     evaluate_every: int | None = None
     """Steps between evaluations during training. Default: none."""
-    tensorboard: bool = False
-    """Also write TensorBoard logs to a folder in --out-dir."""
 
     def run(self) -> int:
         """Run the command. Return 1 if the run diverged, and 0 otherwise."""
@@ -152,9 +150,8 @@ class Train(Planned):
         with ExitStack() as stack:
             title = f"{self.workload}, {trainer.history.label}"
             show = stack.enter_context(board(title, [trainer], steps, ranks.first))
-            events = self.out_dir / "tensorboard" / self._stem if self.tensorboard else None
             path = self.out_dir / f"{self._stem}.jsonl"
-            journal = stack.enter_context(Journal(path, trainer, events)) if ranks.first else None
+            journal = stack.enter_context(closing(Journal(path, trainer))) if ranks.first else None
 
             def after_step(trainer: Trainer) -> None:
                 show(trainer)

@@ -98,8 +98,6 @@ class Window(Alone):
     """Number of rows. Default: 1024, but for dense rows 512 (autoencoder) and 128 (large and resnet50)."""
     steps: int = 20
     """Number of timed steps of each."""
-    memory: bool = True
-    """Also measure the peak memory of a step."""
 
     def run(self) -> int:
         torch.set_num_threads(self.threads)
@@ -116,18 +114,12 @@ class Window(Alone):
         figures: dict[str, Any] = {"size": size, "storage": storage, "window_size": rows, "parameters": count(shapes)}
         keywords = window_keywords({**STORAGES[storage], "window_size": rows})
         params = [nn.Parameter(torch.zeros(shape, device=self.device)) for shape in shapes]
-        try:
-            optimizer = MFAC(params, **from_flat(MFAC, keywords))
-        except RuntimeError as err:  # not enough free memory
-            return {**figures, "skipped": str(err)}
+        optimizer = MFAC(params, **from_flat(MFAC, keywords))
         draw, device = _drawing(params, self.seed), torch.device(self.device)
-        try:
-            fill_windows(optimizer, self.seed)
-            times = _times(optimizer, draw, self.steps, device)
-        except torch.OutOfMemoryError as err:  # the GPU has memory for the window, but not for a step
-            return {**figures, "skipped": str(err)}
+        fill_windows(optimizer, self.seed)
+        times = _times(optimizer, draw, self.steps, device)
         draw()
-        peak = peak_bytes(lambda: optimizer.step(), device) if self.memory else None
+        peak = peak_bytes(lambda: optimizer.step(), device)
         memory = memory_usage(optimizer)
         moved = 2 * memory["window"]
         moved += _SPARSE_PASSES * count(shapes) if isinstance(keywords.get("compression"), TopK) else 0
@@ -207,14 +199,11 @@ def _time_table(results: Sequence[dict[str, Any]], gemm: Rate) -> Table:
         f"that was measured between steps, plus m³/3 FLOPs at {gemm.median:.0f} GFLOP/s in float64. "
         f"Threads: {torch.get_num_threads()}."
     )
-    for row in results:
-        if "skipped" in row:
-            caption += f"\nSkipped: {', '.join(column(row) for column in _CASE.values())}: {row['skipped']}"
     return report.table_of("Step time of M-FAC with a full window", results, columns, caption)
 
 
 def _byte_table(results: Sequence[dict[str, Any]]) -> Table:
-    rows = [{**row, **row["memory"]} for row in results if "skipped" not in row]
+    rows = [{**row, **row["memory"]} for row in results]
     columns = {
         **_CASE,
         **{kind: value(kind, ".2f", 1e-6) for kind in (*_STATE, "total")},
