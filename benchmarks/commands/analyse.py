@@ -22,7 +22,7 @@ from benchmarks.commands.options import OnWorkload, check_ranges
 from benchmarks.live import board
 from benchmarks.recipes import METHODS
 from benchmarks.recipes.building import parse_settings
-from benchmarks.recipes.types import Schedule, Settings, make_schedule
+from benchmarks.recipes.types import Settings
 from benchmarks.report import value
 from benchmarks.runner import Trainer, trainer_of
 from benchmarks.workloads import Workload
@@ -47,20 +47,14 @@ class Analyse(OnWorkload):
     """Optimizer, whose recipe is the starting point."""
     set: tuple[str, ...] = ()
     """Settings that replace those of the recipe, such as mode=kid damping=0.1 graft=none."""
-    recipe: bool = True
-    """Start from the recipe. --no-recipe starts from the defaults of the constructor."""
     steps: int = 100
     """Number of optimizer steps."""
-    schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """Schedule of the learning rate."""
     batch_sizes: tuple[int, ...] = ()
     """Further batch sizes. A separate run for each measures the rank."""
     every: int = 10
     """Steps between measurements of rank and error."""
     rank_fraction: float = 0.1
     """Share of the examples whose rows are kept, for the measurement of the error."""
-    approx: Literal["reduce", "expand"] = "reduce"
-    """Rows of an example: one (reduce), or those of all positions (expand), which is exact."""
     out_dir: Path = Path("bench-output/analyse")
     """Folder to write events, tables and plots to. Files of an earlier run in it are replaced."""
     figures: Literal["png", "svg"] = "png"
@@ -89,15 +83,13 @@ class Analyse(OnWorkload):
 
     def _trainer(self, workload: Workload, changes: Settings) -> Trainer:
         method = METHODS[self.method]
-        settings = method.settings(self.workload if self.recipe else None, changes)
-        schedule = partial(make_schedule, Schedule(self.schedule), self.steps)
-        return trainer_of(method, workload, settings, self.seed, make_scheduler=schedule)
+        settings = method.settings(self.workload, changes)
+        return trainer_of(method, workload, settings, self.seed)
 
     def _train(self, trainer: Trainer, epoch_steps: int, rank_only: bool) -> Iterator[None]:
         optimizer = cast("SecondOrderOptimizer", trainer.optimizer)
         observe = partial(
-            Analysis, optimizer, self.out_dir, rank_fraction=self.rank_fraction, approx=self.approx,
-            epoch_steps=epoch_steps, seed=self.seed,
+            Analysis, optimizer, self.out_dir, rank_fraction=self.rank_fraction, epoch_steps=epoch_steps, seed=self.seed,
         )  # fmt: skip
         with ExitStack() as stack:
             rows = stack.enter_context(observe("rank" if rank_only else ("rank", "error"), every=self.every))
@@ -124,7 +116,7 @@ class Analyse(OnWorkload):
     def _report(self, trainer: Trainer) -> None:
         found = analysis.load(self.out_dir)
         changes = parse_settings(self.set)
-        settings = METHODS[self.method].settings(self.workload if self.recipe else None, changes)
+        settings = METHODS[self.method].settings(self.workload, changes)
         times = analysis.stage_times(found["profile"])
         layers, modes = _layer_figures(found), _modes(found["trend"])
         data = {

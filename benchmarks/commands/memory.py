@@ -29,6 +29,7 @@ TEMPORARY = ("workspace", "pending")
 COUNTERS = "buffers"
 UNPLANNED = 256
 """Bytes of counters of a whole method, such as those of HyLo's policy, that plans do not count."""
+_FRACTION = 0.5  # share of the ranks that precondition a layer
 _MOMENTUM = ("momentum", "fallback")
 
 
@@ -46,8 +47,6 @@ class Memory(Evidence):
     """Number of steps before bytes are counted."""
     world: int = 4
     """Number of ranks of the plans."""
-    worker_fraction: float = 0.5
-    """For HybridOpt: share of the ranks that precondition a layer."""
 
     @property
     def stem(self) -> str:
@@ -60,7 +59,7 @@ class Memory(Evidence):
 
     def rows(self, cells: Cells) -> list[Figures]:
         workload = self._make_workload()
-        more = {key: getattr(self, key) for key in ("steps", "world", "worker_fraction")}
+        more = {"steps": self.steps, "world": self.world, "worker_fraction": _FRACTION}
         found: list[Figures] = []
         for name in self.optimizers:
             try:
@@ -102,9 +101,8 @@ class Memory(Evidence):
         return figures
 
     def _plans(self, optimizer: SecondOrderOptimizer, examples: int) -> dict[str, list[int]]:
-        hybrid = f"HybridOpt({self.worker_fraction:g})"
-        strategies: dict[str, CommStrategy] = {"CommOpt": CommOpt(), hybrid: HybridOpt(self.worker_fraction)}
-        strategies["MemOpt"] = MemOpt()
+        hybrid = f"HybridOpt({_FRACTION:g})"
+        strategies: dict[str, CommStrategy] = {"CommOpt": CommOpt(), hybrid: HybridOpt(_FRACTION), "MemOpt": MemOpt()}
         return {
             name: [_sum(rank.stored, COUNTERS) for rank in optimizer.plan(self.world, comm, batch_size=examples).ranks]
             for name, comm in strategies.items()

@@ -22,14 +22,14 @@ from benchmarks.compare.runs import find
 from benchmarks.evidence import Cells, Figures, Repeated, Shown
 from benchmarks.plot import Row
 from benchmarks.recipes import OWN
-from benchmarks.recipes.building import parse_settings
-from benchmarks.recipes.types import Settings
 from benchmarks.report import value
 from benchmarks.runner import WINDOW, trainer_of
 from benchmarks.workloads import DataMissingError, Size, Workload, WorkloadName, make_workload
 
 SHARES: dict[Size, float] = {"smoke": 1.0, "cpu": 1 / 3, "paper": 1.0}
 """Share of a workload's steps that a run takes."""
+TOLERANCE = 0.02
+"""Tolerance of "at least as good", as a share of the decrease of AdamW's loss."""
 REFERENCE = "adamw"
 """The reference, with torch's defaults: lr 1e-3, weight decay 1e-2."""
 
@@ -42,13 +42,9 @@ class Robustness(Repeated):
     """Workloads to train. Those whose data is missing are reported and left out."""
     optimizers: tuple[str, ...] = OWN
     """Optimizers to compare. AdamW is always included."""
-    set: tuple[str, ...] = ()
-    """Settings to try as defaults of our methods that accept them, such as graft=adam."""
     share: float | None = None
     """Share of each workload's steps. Default: all at size smoke, otherwise a third."""
     seeds: int = 1
-    tolerance: float = 0.02
-    """Tolerance of "at least as good", as a share of the decrease of AdamW's loss."""
 
     @property
     def stem(self) -> str:
@@ -63,8 +59,6 @@ class Robustness(Repeated):
         if not self.workloads:
             raise ValueError("workloads must name at least one, got none")
         self.check(positive=("seeds",), shares=("share",))
-        if self.tolerance < 0:
-            raise ValueError(f"tolerance must not be negative, got {self.tolerance}")
         for name in self.optimizers:
             find(name)
 
@@ -78,7 +72,7 @@ class Robustness(Repeated):
             except DataMissingError as err:
                 missing.append(err)
                 continue
-            rows += _rows(kind, found, self.tolerance)
+            rows += _rows(kind, found)
         if missing and not rows:
             raise missing[0]
         for gap in missing:
@@ -86,33 +80,32 @@ class Robustness(Repeated):
         return rows
 
     def show(self, rows: list[Figures]) -> Shown:
-        about = {"reference": REFERENCE, "tolerance": self.tolerance, "share": self._share()}
-        return Shown(_tables(self.names, rows, self.tolerance), about)
+        about = {"reference": REFERENCE, "tolerance": TOLERANCE, "share": self._share()}
+        return Shown(_tables(self.names, rows), about)
 
     def _share(self) -> float:
         return SHARES[self.size] if self.share is None else self.share
 
     def _runs(self, cells: Cells, workload: Workload, name: str) -> list[Figures]:
         """Train one workload with one optimizer, once for each seed."""
-        settings = parse_settings(self.set) if find(name).ours else {}
         steps = max(WINDOW, round(self._share() * workload.steps[self.size]))
         runs = []
         for seed in self.seeds_to_run:
-            more = {"defaults": _defaults(name, settings), "steps": steps, "seed": seed}
-            identity = self.about(workload, name, settings, **more)
-            runs.append(cells.run(identity, evidence.attempted(partial(_train, name, settings, workload, seed, steps))))
+            more = {"defaults": _defaults(name), "steps": steps, "seed": seed}
+            identity = self.about(workload, name, {}, **more)
+            runs.append(cells.run(identity, evidence.attempted(partial(_train, name, workload, seed, steps))))
         return [run for run in runs if run]
 
 
-def _train(name: str, settings: Settings, workload: Workload, seed: int, steps: int, pause: Pause) -> Figures:
-    trainer = trainer_of(find(name), workload, settings, seed)
+def _train(name: str, workload: Workload, seed: int, steps: int, pause: Pause) -> Figures:
+    trainer = trainer_of(find(name), workload, {}, seed)
     return evidence.figures_of(trainer, evidence.train_until(trainer, steps, pause=pause))
 
 
-def _defaults(name: str, settings: Settings) -> str | None:
+def _defaults(name: str) -> str | None:
     """Return a hash of the defaults of a constructor, so that runs are repeated if the defaults change."""
     try:
-        optimizer = find(name).construct(nn.Linear(4, 3), **settings)
+        optimizer = find(name).construct(nn.Linear(4, 3))
     except (TypeError, ValueError, RuntimeError):
         return None  # a run will report the error
     kind: type = type(optimizer)
@@ -124,7 +117,7 @@ def _defaults(name: str, settings: Settings) -> str | None:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _rows(kind: str, found: Mapping[str, Sequence[Figures]], tolerance: float) -> list[Figures]:
+def _rows(kind: str, found: Mapping[str, Sequence[Figures]]) -> list[Figures]:
     rows = [
         {
             "workload": kind,
@@ -136,22 +129,22 @@ def _rows(kind: str, found: Mapping[str, Sequence[Figures]], tolerance: float) -
     ]
     reference = next(row for row in rows if row["optimizer"] == REFERENCE)
     for row in rows:
-        row["as_good"], row["progress"] = _judged(row, reference, tolerance)
+        row["as_good"], row["progress"] = _judged(row, reference)
     return rows
 
 
-def _judged(row: Figures, reference: Figures, tolerance: float) -> tuple[bool | None, float | None]:
+def _judged(row: Figures, reference: Figures) -> tuple[bool | None, float | None]:
     """Return whether a loss is at least as good as the reference's, and its decrease relative to the reference's."""
     if reference["loss"] is None or not row["runs"]:
         return None, None
     if row["loss"] is None:
         return False, None
     way = reference["first"] - reference["loss"]
-    as_good = row["loss"] <= reference["loss"] + tolerance * max(0.0, way)
+    as_good = row["loss"] <= reference["loss"] + TOLERANCE * max(0.0, way)
     return as_good, (row["first"] - row["loss"]) / way if way > 0 else None
 
 
-def _tables(names: Sequence[str], rows: Sequence[Row], tolerance: float) -> list[Table]:
+def _tables(names: Sequence[str], rows: Sequence[Row]) -> list[Table]:
     by_workload: dict[str, dict[str, Row]] = {}
     for row in rows:
         by_workload.setdefault(row["workload"], {})[row["optimizer"]] = row
@@ -166,7 +159,7 @@ def _tables(names: Sequence[str], rows: Sequence[Row], tolerance: float) -> list
     )
     untuned = report.table_of("Untuned", list(by_workload.values()), columns, caption)
     caption = (
-        f"As good: the final loss is at most AdamW's plus {tolerance:g} of AdamW's decrease. Decrease: how far the "
+        f"As good: the final loss is at most AdamW's plus {TOLERANCE:g} of AdamW's decrease. Decrease: how far the "
         "loss falls relative to AdamW, as a median over the workloads. Smallest: the worst workload."
     )
     verdicts = [_verdict(name, rows) for name in names]

@@ -36,8 +36,6 @@ class Spikes(OnWorkload):
 
     workload: WorkloadName = "autoencoder"
     """Workload to train."""
-    optimizer: Literal["kfac", "ekfac"] = "kfac"
-    """Optimizer whose recipe is used."""
     inverse_methods: tuple[Literal["cholesky", "eigen"], ...] = ("cholesky", "eigen")
     """KFAC's ways to invert factors."""
     factor_update_steps: int = 10
@@ -53,16 +51,16 @@ class Spikes(OnWorkload):
         torch.set_num_threads(self.threads)
         workload = self.make_workload()
         asked: list[tuple[str, str, Settings]] = [
-            (method, way, {**changes, **({"inverse_method": method} if self.optimizer == "kfac" else {})})
-            for method in (self.inverse_methods if self.optimizer == "kfac" else ("eigen",))
+            (method, way, {**changes, "inverse_method": method})
+            for method in self.inverse_methods
             for way, changes in WAYS.items()
         ]
         reference = self._times(workload, "sgd", {})
         intervals = {name: getattr(self, name) for name in ("factor_update_steps", "inv_update_steps")}
         results = []
         for method, way, changes in report.tracked(f"{self.workload}, batch {workload.batch_size}", asked):
-            times = self._times(workload, self.optimizer, {**intervals, "refresh_warmup": False, **changes})
-            results.append({"method": f"{METHODS[self.optimizer].label} {method}", "way": way, "times": times})
+            times = self._times(workload, "kfac", {**intervals, "refresh_warmup": False, **changes})
+            results.append({"method": f"KFAC {method}", "way": way, "times": times})
         data = {"workload": self.workload, "threads": self.threads, "sgd": reference, "results": results}
         report.save(self.out_dir, f"spikes-{self.workload}", [_table(data)], data)
         return 0

@@ -18,7 +18,6 @@ from benchmarks.compare.runs import find
 from benchmarks.counting import counted_flops, factor_flops
 from benchmarks.filling import fill_windows
 from benchmarks.machine import Rate, copy_gbytes, gemm_gflops
-from benchmarks.peers import set_paths
 from benchmarks.precision import Amp, moved
 from benchmarks.recipes import METHODS, WINDOW_METHODS
 from benchmarks.recipes.types import MethodName, Settings
@@ -78,14 +77,6 @@ class StepTime(OnWorkload):
     """Workload to train."""
     optimizers: tuple[MethodName, ...] = ("adamw", "kfac", "ekfac", "hylo", *WINDOW_METHODS)
     """Optimizers that alternate with SGD."""
-    graft: Literal["adam", "sgd"] | None = None
-    """Rule that determines the size of a second-order step. It adds its own work."""
-    inverse_method: Literal["both", "cholesky", "eigen"] = "both"
-    """How KFAC inverts its factors."""
-    estimator: Literal["both", "intra", "running"] = "both"
-    """How EKFAC measures its scale in every step."""
-    mode: Literal["both", "kis", "kid"] = "both"
-    """How HyLo chooses rows."""
     steps: int = 40
     """Number of timed steps of each optimizer. 10 include every kind of step of KFAC, EKFAC and HyLo."""
     random: bool = False
@@ -94,14 +85,11 @@ class StepTime(OnWorkload):
     """Device to train on."""
     amp: Amp | None = None
     """Data type of autocast."""
-    peer_path: tuple[str, ...] = ()
-    """Checkout of kfac-pytorch, as kfac_pytorch=DIR. It alternates with the others, with the same intervals."""
 
     def run(self) -> int:
         if self.steps < MEASURED.refresh:
             raise ValueError(f"steps must be at least {MEASURED.refresh}, got {self.steps}")
         torch.set_num_threads(self.threads)
-        set_paths(self.peer_path)
         workload = self._workload()
         reference, contenders = self._contenders(workload)
         device = reference.trainer.precision.device
@@ -138,24 +126,17 @@ class StepTime(OnWorkload):
                 contenders += self._family(workload, name)
             elif name in WINDOW_METHODS:
                 # Random rows give useless directions, so the weights must not change.
-                contenders.append(self._contender(workload, name, {"graft": self.graft, "lr": 0.0}))
+                contenders.append(self._contender(workload, name, {"graft": None, "lr": 0.0}))
                 fill_windows(contenders[-1].trainer.optimizer, self.seed)
             else:
                 contenders.append(self._contender(workload, name, {}))
-        if self.peer_path:
-            contenders.append(self._peer(workload))
         return self._contender(workload, "sgd", {}), contenders
-
-    def _peer(self, workload: Workload) -> Contender:
-        """Build the K-FAC of kfac-pytorch, whose steps have the same classes as ours."""
-        return replace(self._contender(workload, "kfac_pytorch", _INTERVALS), scheme="eigen")
 
     def _family(self, workload: Workload, name: MethodName) -> list[Contender]:
         family = _FAMILIES[name]
-        chosen = getattr(self, family.keyword)
         found = []
-        for scheme in family.schemes if chosen == "both" else (chosen,):
-            changes = {"graft": self.graft, **family.intervals, family.keyword: scheme}
+        for scheme in family.schemes:
+            changes = {"graft": None, **family.intervals, family.keyword: scheme}
             contender = self._contender(workload, family.recipe, changes, f"{METHODS[name].label} {scheme}")
             found.append(replace(contender, scheme=scheme, measured=family.measured, reported=family.reported))
         return found
