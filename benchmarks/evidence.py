@@ -7,12 +7,11 @@ again, after an interruption or with more cells, runs only the missing cells, an
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 
 from benchmarks import report
 from benchmarks.checkpoints import Pause
@@ -22,6 +21,7 @@ from benchmarks.compare.wording import notes
 from benchmarks.peers import PeerMissingError
 from benchmarks.peers.checkouts import set_paths
 from benchmarks.recipes.types import Settings
+from benchmarks.report import Table
 from benchmarks.runner import FAILURES, WINDOW, Trainer, memory_usage, optimizer_bytes
 from benchmarks.store import Cells, Figures, Identity
 from benchmarks.workloads import DataMissingError, Size, Workload
@@ -73,7 +73,7 @@ class Evidence(Common):
         shown = self.show(rows)
         if cells.left:
             print(f"{cells.left} runs remain. Run the same command again to continue")
-        cells.summary = {**shown.about, "rows": rows, "tables": list(map(report.texts, shown.tables))}
+        cells.summary = {**shown.about, "rows": rows, "tables": list(map(asdict, shown.tables))}
         cells.write()
         report.save(self.out_dir, self.stem, shown.tables, cells.payload())
         if self.keep:

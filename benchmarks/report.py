@@ -5,15 +5,16 @@ import math
 import platform
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from io import StringIO
 from pathlib import Path
 from typing import Any, TypeVar
 
+import rich.table
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, track
 from rich.status import Status
-from rich.table import Table
 
 _WIDTH = 120  # of saved tables, and of printed ones if the output is not a terminal
 
@@ -43,13 +44,23 @@ def tracked(title: str, items: Sequence[T]) -> Iterable[T]:
     return track(items, title, console=terminal, transient=True, disable=not terminal.is_terminal)
 
 
-def make_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> Table:
-    table = Table(title=title, caption=caption or None, title_justify="left", caption_justify="left")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table
+@dataclass(frozen=True)
+class Table:
+    """A table of strings. It can be printed by rich, and be stored."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    caption: str = ""
+
+    def __rich__(self) -> rich.table.Table:
+        table = rich.table.Table(title=self.title, caption=self.caption or None)
+        table.title_justify = table.caption_justify = "left"
+        for index, column in enumerate(self.columns):
+            table.add_column(column, justify="right" if index else "left", overflow="fold")
+        for row in self.rows:
+            table.add_row(*row)
+        return table
 
 
 Column = Callable[[Mapping[str, Any]], str]
@@ -70,7 +81,7 @@ def value(key: str, spec: str = "", scale: float = 1.0) -> Column:
 
 def table_of(title: str, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, Column], caption: str = "") -> Table:
     cells = [[column(row) for column in columns.values()] for row in rows]
-    return make_table(title, list(columns), cells, caption)
+    return Table(title, list(columns), cells, caption)
 
 
 def save(out_dir: Path, name: str, tables: Sequence[Table], data: Mapping[str, Any]) -> None:
@@ -81,19 +92,9 @@ def save(out_dir: Path, name: str, tables: Sequence[Table], data: Mapping[str, A
         for table in tables:
             target.print(table)
     (out_dir / f"{name}.txt").write_text(text.getvalue(), encoding="utf-8")
-    payload = plain({"environment": environment(), **data, "tables": list(map(texts, tables))})
+    payload = plain({"environment": environment(), **data, "tables": list(map(asdict, tables))})
     (out_dir / f"{name}.json").write_text(json.dumps(payload, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     print_path("results", out_dir / f"{name}.json")
-
-
-def texts(table: Table) -> dict[str, Any]:
-    cells = [[str(cell) for cell in column.cells] for column in table.columns]
-    return {
-        "title": str(table.title),
-        "columns": [str(column.header) for column in table.columns],
-        "rows": list(zip(*cells, strict=True)),
-        "caption": str(table.caption or ""),
-    }
 
 
 def print_path(what: str, path: Path) -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from rich.table import Table
 
 from benchmarks import analysis, report
 from benchmarks.analysis import ALL, TRAIN, TRAIN_COLUMNS, Event, plot_analysis
@@ -23,7 +22,7 @@ from benchmarks.live import board
 from benchmarks.recipes import METHODS
 from benchmarks.recipes.building import parse_settings
 from benchmarks.recipes.types import Settings
-from benchmarks.report import value
+from benchmarks.report import Table, value
 from benchmarks.runner import Trainer, trainer_of
 from benchmarks.workloads import Workload
 from secondorder import SecondOrderOptimizer
@@ -88,9 +87,8 @@ class Analyse(OnWorkload):
 
     def _train(self, trainer: Trainer, epoch_steps: int, rank_only: bool) -> Iterator[None]:
         optimizer = cast("SecondOrderOptimizer", trainer.optimizer)
-        observe = partial(
-            Analysis, optimizer, self.out_dir, rank_fraction=self.rank_fraction, epoch_steps=epoch_steps, seed=self.seed,
-        )  # fmt: skip
+        options = {"rank_fraction": self.rank_fraction, "epoch_steps": epoch_steps, "seed": self.seed}
+        observe = partial(Analysis, optimizer, self.out_dir, **options)
         with ExitStack() as stack:
             rows = stack.enter_context(observe("rank" if rank_only else ("rank", "error"), every=self.every))
             log = None
@@ -185,4 +183,4 @@ def _stage_table(times: Mapping[str, Mapping[str, float]]) -> Table:
         "Milliseconds: medians over the steps of each kind, without the first step where there are others. "
         f"Threads: {torch.get_num_threads()}."
     )
-    return report.make_table("Stages of a step", ("stage", *(f"{kind} step" for kind in times)), rows, caption)
+    return Table("Stages of a step", ("stage", *(f"{kind} step" for kind in times)), rows, caption)

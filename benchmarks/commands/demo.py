@@ -9,7 +9,6 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from rich.table import Table
 
 from benchmarks import report
 from benchmarks.commands.batch_size import draw_batch_sizes
@@ -21,7 +20,7 @@ from benchmarks.compare.statistics import Results
 from benchmarks.live import board
 from benchmarks.recipes import METHODS, OWN
 from benchmarks.recipes.types import MethodName
-from benchmarks.report import value
+from benchmarks.report import Table, value
 from benchmarks.runner import WINDOW, History, Trainer, optimizer_bytes, race, trainer_of
 from benchmarks.workloads import Workload, WorkloadName, make_workload
 

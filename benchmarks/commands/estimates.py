@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from rich.table import Table
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -24,6 +23,7 @@ from benchmarks.evidence import Cells, Evidence, Figures, Shown, attempted
 from benchmarks.filling import fill_windows
 from benchmarks.machine import no_collections
 from benchmarks.recipes.building import adamw, sgd
+from benchmarks.report import Table
 from benchmarks.runner import Trainer
 from benchmarks.workloads import Workload, WorkloadName, make_workload
 from secondorder import MachineRates, RefreshOptions

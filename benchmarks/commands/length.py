@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from rich.table import Table
-
 from benchmarks import report
 from benchmarks.compare.plan import Job
 from benchmarks.compare.runs import Setting, find, measure_reference, recipe_on, train
@@ -21,7 +19,7 @@ from benchmarks.plot import Row
 from benchmarks.precision import Amp, DeviceName, Precision
 from benchmarks.recipes.building import parse_settings, split_settings
 from benchmarks.recipes.types import RATES, Schedule
-from benchmarks.report import Column, value
+from benchmarks.report import Column, Table, value
 from benchmarks.workloads import Workload, WorkloadName
 
 _WARM_UP = 0.05

@@ -26,13 +26,12 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from benchmarks import report
 from benchmarks.commands.options import Alone, check_ranges
 from benchmarks.machine import GEMM_SIDE, timed_in_turns
-from benchmarks.report import value
+from benchmarks.report import Table, value
 from secondorder.linalg import dense, eigenbasis, kernel, polar, woodbury
 from secondorder.linalg.kernel import Rows
 

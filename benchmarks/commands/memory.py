@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from rich.table import Table
-
 from benchmarks import report
 from benchmarks.checkpoints import Pause
 from benchmarks.compare.runs import find, recipe_on
@@ -18,7 +16,7 @@ from benchmarks.evidence import Cells, Evidence, Figures, Shown, notes_text
 from benchmarks.peers import PEERS, PeerMissingError
 from benchmarks.recipes import OWN
 from benchmarks.recipes.types import Recipe
-from benchmarks.report import value
+from benchmarks.report import Table, value
 from benchmarks.runner import memory_usage, trainer_of
 from benchmarks.workloads import Workload, WorkloadName, make_workload
 from secondorder import CommOpt, HybridOpt, MemOpt, SecondOrderOptimizer

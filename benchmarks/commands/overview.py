@@ -20,8 +20,9 @@ from typing import Any
 
 from benchmarks.compare import statistics, wording
 from benchmarks.compare.statistics import Results, Summary, targets
-from benchmarks.compare.tables import Rows, markdown_table, plain, reach_rows, result_rows
+from benchmarks.compare.tables import markdown_table, plain, reach_rows, result_rows
 from benchmarks.compare.wording import NOTHING, number, seconds, share
+from benchmarks.report import Table
 
 _NONE = (NOTHING,) * 4
 _FEW = 6  # maximum number of rows in a short table
@@ -37,8 +38,8 @@ def overview(comparisons: Sequence[Results]) -> str:
     return (markdown_table(table) if table.rows else "") + "\n"
 
 
-def best_rows(comparisons: Sequence[Results]) -> Rows:
-    return Rows(
+def best_rows(comparisons: Sequence[Results]) -> Table:
+    return Table(
         "Best of our methods and best first-order optimizer",
         (
             "workload", "best first-order", "its loss", "best of ours", "runs", "seeds", "share of steps",
@@ -61,7 +62,7 @@ def losses(comparisons: Sequence[Results]) -> str:
         "Final training loss, as a mean over the seeds. Each optimizer uses the best of its learning rates. In "
         "parentheses: the time of a step divided by that of a step of SGD."
     )
-    return markdown_table(Rows("Final losses", columns, rows, caption)) + "\n"
+    return markdown_table(Table("Final losses", columns, rows, caption)) + "\n"
 
 
 def _losses(results: Results) -> tuple[str, ...]:
@@ -85,7 +86,7 @@ def sources(comparisons: Sequence[Results]) -> str:
             found.setdefault(label, {})[source] = None
     rows = tuple((label, "; ".join(kept)) for label, kept in found.items())
     caption = "In every comparison, the learning rate is searched as well, in the same way for all."
-    return markdown_table(Rows("Settings of the optimizers", ("optimizer", "settings"), rows, caption)) + "\n"
+    return markdown_table(Table("Settings of the optimizers", ("optimizer", "settings"), rows, caption)) + "\n"
 
 
 def step_times(measured: Sequence[Mapping[str, Any]]) -> str:
@@ -99,7 +100,7 @@ def step_times(measured: Sequence[Mapping[str, Any]]) -> str:
     workloads = [results["workload"] for results in measured]
     rows = tuple((*key, *(cells.get(name, NOTHING) for name in workloads)) for key, cells in found.items())
     heads = [f"{results['workload']}, batch {results['batch_size']}" for results in measured]
-    return markdown_table(Rows("Step time relative to SGD", ("optimizer", "intervals", *heads), rows)) + "\n"
+    return markdown_table(Table("Step time relative to SGD", ("optimizer", "intervals", *heads), rows)) + "\n"
 
 
 def memory(measured: Sequence[Mapping[str, Any]]) -> str:
@@ -116,7 +117,7 @@ def memory(measured: Sequence[Mapping[str, Any]]) -> str:
             found.setdefault(row[0], {}).update((head, row[place]) for place, head in places.items())
     heads = [results["workload"] + words for results in measured for words in kept.values()]
     rows = tuple((label, *(cells.get(head, NOTHING) for head in heads)) for label, cells in found.items())
-    return markdown_table(Rows("", ("optimizer", *heads), rows)) + "\n"
+    return markdown_table(Table("", ("optimizer", *heads), rows)) + "\n"
 
 
 def best_of(results: Results) -> str:
@@ -125,7 +126,7 @@ def best_of(results: Results) -> str:
     found = [item for item in statistics.summaries(results) if item.optimizer in _few(results, preset)]
     rows = tuple(_row(item, preset.get(item.optimizer)) for item in found)
     columns = ("optimizer", "loss", results["metric"], "seconds", "÷ SGD", "MB")
-    return markdown_table(Rows("", columns, rows)) + "\n"
+    return markdown_table(Table("", columns, rows)) + "\n"
 
 
 def _few(results: Results, preset: Mapping[str, str]) -> list[str]:
@@ -232,10 +233,10 @@ def _body(results: Mapping[str, Results], name: str, part: str = "") -> str:
         return best_of(results[name]) if part == "best" else section(results[name])
     if "tables" not in results[name]:
         raise ValueError(f"the results of {name} contain no tables: run the command that produces them again")
-    return "\n\n".join(map(markdown_table, _part([Rows(**table) for table in results[name]["tables"]], part)))
+    return "\n\n".join(map(markdown_table, _part([Table(**table) for table in results[name]["tables"]], part)))
 
 
-def _part(tables: Sequence[Rows], part: str) -> Sequence[Rows]:
+def _part(tables: Sequence[Table], part: str) -> Sequence[Table]:
     """Return all tables, the table with a number, or the rows with a value in a column, without that column."""
     column, equal, value = part.partition("=")
     if not equal:
@@ -243,7 +244,7 @@ def _part(tables: Sequence[Rows], part: str) -> Sequence[Rows]:
     return [_selected(table, table.columns.index(column), value) for table in tables if column in table.columns]
 
 
-def _selected(table: Rows, place: int, value: str) -> Rows:
+def _selected(table: Table, place: int, value: str) -> Table:
     rows = [row for row in table.rows if row[place] == value]
     columns, *kept = [(*row[:place], *row[place + 1 :]) for row in (table.columns, *rows)]
     return replace(table, title=f"{table.title} ({table.columns[place]}: {value})", columns=columns, rows=tuple(kept))

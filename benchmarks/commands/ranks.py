@@ -15,7 +15,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from rich.table import Table
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 from torch.nn.functional import cross_entropy
@@ -25,7 +24,7 @@ import secondorder
 from benchmarks import report
 from benchmarks.commands.options import Output
 from benchmarks.peers.checkouts import package, set_paths
-from benchmarks.report import value
+from benchmarks.report import Table, value
 from benchmarks.workloads.cifar import ResNet20
 from secondorder import comm as strategies
 from secondorder.comm.names import from_name

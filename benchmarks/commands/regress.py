@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
@@ -23,6 +22,7 @@ from benchmarks.commands.options import Output
 from benchmarks.counting import Counts, count, graph_breaks
 from benchmarks.filling import fill_windows, windows_of
 from benchmarks.recipes.building import from_flat
+from benchmarks.report import Table
 from benchmarks.timing import Intervals, StepClass
 from secondorder.methods.names import METHODS, resolve
 
@@ -229,4 +229,4 @@ def _table(found: Mapping[str, Mapping[str, int]], rows: list[dict[str, Any]]) -
         "Numbers beyond those of a step of SGD with momentum; memory in bytes. moved: arguments and results of all "
         "operators. Earlier values are in parentheses; ! marks an increase that is not allowed."
     )
-    return report.make_table("What steps do", head, cells, caption)
+    return Table("What steps do", head, cells, caption)

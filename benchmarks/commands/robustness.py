@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import get_args
 
-from rich.table import Table
 from torch import nn
 
 from benchmarks import evidence, report
@@ -22,7 +21,7 @@ from benchmarks.compare.runs import find
 from benchmarks.evidence import Cells, Figures, Repeated, Shown
 from benchmarks.plot import Row
 from benchmarks.recipes import OWN
-from benchmarks.report import value
+from benchmarks.report import Table, value
 from benchmarks.runner import WINDOW, trainer_of
 from benchmarks.workloads import DataMissingError, Size, Workload, WorkloadName, make_workload
 

@@ -23,7 +23,6 @@ from typing import Any, Literal
 
 import torch
 from matplotlib.axes import Axes
-from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -31,7 +30,7 @@ from benchmarks import report
 from benchmarks.commands.options import Output, check_ranges
 from benchmarks.counting import counted_flops, factor_flops
 from benchmarks.plot import OPTIMIZERS, Panel, Row, plot_rows
-from benchmarks.report import value
+from benchmarks.report import Table, value
 from benchmarks.workloads.resnets import cifar_resnet, imagenet_resnet
 from secondorder import EKFAC, KFAC, MFAC, BatchOptions, CommOpt, HybridOpt, HyLo, InverseOptions, LocalFactors, MemOpt
 from secondorder.comm import CommStrategy, RankGrid

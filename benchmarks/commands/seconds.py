@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
-from rich.table import Table
 from scipy import stats
 
 from benchmarks import report
@@ -26,6 +25,7 @@ from benchmarks.compare.runs import find, measure_reference, recipe_on, train
 from benchmarks.evidence import Cells, Evidence, Figures, Shown, attempted
 from benchmarks.recipes.building import split_settings
 from benchmarks.recipes.types import RATES, Recipe, Schedule, Settings
+from benchmarks.report import Table
 from benchmarks.search import Axis, search
 from benchmarks.workloads import Workload, WorkloadName
 

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from rich.table import Table
 
 from benchmarks import report
 from benchmarks.commands.options import OnWorkload
 from benchmarks.machine import no_collections
 from benchmarks.recipes import METHODS
 from benchmarks.recipes.types import MethodName, Settings
-from benchmarks.report import value
+from benchmarks.report import Table, value
 from benchmarks.runner import trainer_of
 from benchmarks.workloads import Workload, WorkloadName
 from secondorder import SecondOrderOptimizer

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
-from rich.table import Table
 
 from benchmarks import report
 from benchmarks.commands.options import OnWorkload
@@ -21,7 +20,7 @@ from benchmarks.machine import Rate, copy_gbytes, gemm_gflops
 from benchmarks.precision import Amp, moved
 from benchmarks.recipes import METHODS, WINDOW_METHODS
 from benchmarks.recipes.types import MethodName, Settings
-from benchmarks.report import value
+from benchmarks.report import Table, value
 from benchmarks.runner import optimizer_bytes, trainer_of
 from benchmarks.timing import (
     MEASURED,

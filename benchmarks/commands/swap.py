@@ -19,7 +19,6 @@ from itertools import accumulate, islice
 from typing import Any, Literal
 
 import torch
-from rich.table import Table
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -27,7 +26,7 @@ import secondorder
 from benchmarks import report
 from benchmarks.commands.options import Common
 from benchmarks.recipes.types import Schedule, make_schedule
-from benchmarks.report import Column, value
+from benchmarks.report import Column, Table, value
 from benchmarks.runner import History, Trainer, race
 from benchmarks.scripts import SCRIPTS as TWENTY
 from benchmarks.scripts import Data, Script
@@ -115,7 +114,7 @@ def _table(size: Size, outcomes: Sequence[dict[str, Any]]) -> Table:
         rows.append([*head, *losses, "PASS" if found["passed"] else "FAIL"])
     caption = "Training losses after 25 %, 50 %, 75 % and 100 % of the steps: before the change -> after the change."
     columns = ("workload", "script", "steps", "25 %", "50 %", "75 %", "end", "verdict")
-    return report.make_table(f"One changed line, kfac, {size}", columns, rows, caption)
+    return Table(f"One changed line, kfac, {size}", columns, rows, caption)
 
 
 def _short(loss: float) -> str:

@@ -12,7 +12,6 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from rich.table import Table
 
 from benchmarks import checkpoints, report
 from benchmarks.commands.options import check_ranges
@@ -22,6 +21,7 @@ from benchmarks.live import board
 from benchmarks.ranks import RankFigures, Ranks, joined, own_device
 from benchmarks.recipes.building import parse_settings
 from benchmarks.recipes.types import Recipe, make_schedule
+from benchmarks.report import Table
 from benchmarks.runner import WINDOW, Trainer, memory_usage, race, trainer_of
 from benchmarks.workloads.tiny import found_or_made_up
 from secondorder import SecondOrderOptimizer
@@ -40,7 +40,7 @@ def rank_table(ranks: Sequence[RankFigures], steps: int) -> Table:
     if len(ranks) > RANK_COLUMNS:
         heads = ["least", "mean", "most"]
         lines = [(what, [min(counts), fmean(counts), max(counts)]) for what, counts in lines]
-    return report.make_table(
+    return Table(
         f"Bytes of each rank over {steps} steps",
         ("bytes", *heads),
         [(what, *(f"{count:,.0f}" for count in counts)) for what, counts in lines],
@@ -204,7 +204,7 @@ class Train(Planned):
         cells |= {"seconds": f"{sum(history.step_seconds):.1f}", "optimizer bytes": f"{memory['total']:,}"}
         keywords = " ".join(f"{key}={value}" for key, value in recipe.settings.items())
         title = f"{self.workload}{' (made-up data)' * made_up}: {history.label} {keywords}"
-        table = report.make_table(title, list(cells), [list(cells.values())])
+        table = Table(title, list(cells), [list(cells.values())])
         tables = [table, *([rank_table(ranks, len(history.losses))] if len(ranks) > 1 else [])]
         report.save(self.out_dir, self._stem, tables, data)
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from rich.table import Table
 from torch import nn
 from torch.optim import Optimizer
 
@@ -27,7 +26,7 @@ from benchmarks.filling import dense_rows, fill_windows
 from benchmarks.machine import COPY_BYTES, Rate, copying, gemm_gflops, peak_bytes, timed_in_turns
 from benchmarks.recipes.building import from_flat, window_keywords
 from benchmarks.recipes.types import Settings
-from benchmarks.report import value
+from benchmarks.report import Table, value
 from benchmarks.runner import memory_usage
 from benchmarks.workloads import WorkloadName, make_workload
 from benchmarks.workloads.resnets import BlockName, imagenet_resnet

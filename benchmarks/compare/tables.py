@@ -2,29 +2,18 @@
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.markdown import Markdown
 
 from benchmarks.compare import figures, statistics, wording
 from benchmarks.compare.statistics import Reach, Results, Summary, Target
 from benchmarks.compare.wording import NOTHING, number, seconds, share, verdict
+from benchmarks.report import Table
 from benchmarks.runner import WINDOW
 
 _SENTENCE = 50  # columns with longer cells are text, and left-aligned
-
-
-@dataclass(frozen=True)
-class Rows:
-    """A table of strings."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    caption: str = ""
 
 
 def printed(results: Results) -> Markdown:
@@ -32,7 +21,7 @@ def printed(results: Results) -> Markdown:
     return Markdown("\n\n".join(map(markdown_table, all_rows(results))))
 
 
-def markdown_table(table: Rows) -> str:
+def markdown_table(table: Table) -> str:
     """Return a table as Markdown, with its title in bold and its caption."""
     texts = {0, *(place for row in table.rows for place, cell in enumerate(row) if len(cell) > _SENTENCE)}
     sides = [" :--- " if place in texts else " ---: " for place in range(len(table.columns))]
@@ -51,13 +40,13 @@ def plain(text: str) -> str:
     return " ".join(text.split())
 
 
-def all_rows(results: Results) -> list[Rows]:
+def all_rows(results: Results) -> list[Table]:
     reached = [reach_rows(results, target) for target in statistics.targets(results)]
     tables = [result_rows(results), *reached, sift_rows(results), failure_rows(results)]
     return [table for table in tables if table.rows]
 
 
-def result_rows(results: Results) -> Rows:
+def result_rows(results: Results) -> Table:
     found = statistics.summaries(results)
     qualities = list(
         dict.fromkeys(name for run in statistics.select(results, "final") for name in run.get("quality") or {})
@@ -65,7 +54,7 @@ def result_rows(results: Results) -> Rows:
     low = "higher is better" if results["metric_better"] == "higher" else "lower is better"
     columns = ("optimizer", "kind", "rate", "loss", "std", "min–max", results["metric"], *qualities)
     rows = tuple((*_result(s), *(_quality(results, s.optimizer, q) for q in qualities), *_cost(s)) for s in found)
-    return Rows(
+    return Table(
         f"Full runs: {results['workload']} ({results['size']}), {results['steps']} steps",
         (*columns, "s", "÷ SGD", "MB", "runs"),
         rows,
@@ -104,9 +93,9 @@ def _quality(results: Results, optimizer: str, name: str) -> str:
     return number(found.mean if found else None)
 
 
-def reach_rows(results: Results, target: Target) -> Rows:
+def reach_rows(results: Results, target: Target) -> Table:
     found, aim = statistics.reaches(results, target), results["share_target"]
-    return Rows(
+    return Table(
         f"Reaching the final loss of {target.label}: {number(target.loss)}",
         (
             "optimizer",
@@ -144,7 +133,7 @@ def _reach(item: Reach, aim: float) -> tuple[str, ...]:
     )
 
 
-def sift_rows(results: Results) -> Rows:
+def sift_rows(results: Results) -> Table:
     names = [name for name in statistics.optimizers(results) if statistics.select(results, "sift", name)]
     tried = {name: statistics.sift_losses(results, name) for name in names}
     factors = sorted({factor for losses in tried.values() for factor in losses})
@@ -155,7 +144,7 @@ def sift_rows(results: Results) -> Rows:
         edge = NOTHING if len(tried[name]) == 1 else "yes" if statistics.at_edge(results, name) else "no"
         rows.append((statistics.label_of(results, name), *cells, str(len(tried[name])), edge))
     steps = sorted({run["steps"] for run in statistics.select(results, "sift")})
-    return Rows(
+    return Table(
         "Learning rates tried",
         ("optimizer", *(f"× {factor:.3g}" for factor in factors), "tried", "best is last"),
         tuple(rows),
@@ -170,10 +159,10 @@ def _trial(loss: float | None, best: bool) -> str:
     return f"{number(loss)}{' *' * best}" if math.isfinite(loss) else "unfinished"
 
 
-def failure_rows(results: Results) -> Rows:
+def failure_rows(results: Results) -> Table:
     """Return all runs that did not finish, with the reasons."""
     broken = statistics.unfinished(results)
-    return Rows(
+    return Table(
         "Runs that did not finish",
         ("optimizer", "phase", "rate ×", "seed", "reason"),
         tuple((r["label"], r["phase"], f"{r['factor']:.3g}", str(r["seed"]), why) for r, why in broken),
@@ -183,47 +172,39 @@ def failure_rows(results: Results) -> Rows:
 
 
 NAME = "report.md"
+_FIGURE = "report-losses.svg"
 _ELSEWHERE = ("version", "command", "machines", "runs")
 """Entries of results that are not among the facts."""
 _MADE_UP = "The data was generated at random in the real format: the code ran, but the numbers below mean nothing."
 
 
 def write_report(results: Results, folder: Path) -> Path:
-    """Write the page and its figures to a folder, and return the path of the page."""
+    """Write the page and its figure to a folder, and return the path of the page."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / NAME).write_text(page(results, _draw(results, folder)), encoding="utf-8")
+    text = page(results)
+    if any(math.isfinite(statistics.final_loss(run)) for run in statistics.select(results, "final")):
+        figures.draw_losses(results, folder / _FIGURE)
+        text += f"\n![Training loss against steps and seconds, with the range of the seeds]({_FIGURE})\n"
+    (folder / NAME).write_text(text, encoding="utf-8")
     return folder / NAME
 
 
-def page(results: Results, drawn: Iterable[str] = ()) -> str:
+def page(results: Results) -> str:
+    settings = {run["label"]: json.dumps(run["settings"], ensure_ascii=False) for run in results["runs"]}
     parts = [
         f"# {plain(results['workload'])} ({results['size']}): optimizers compared",
         f"**{_MADE_UP}**" if results.get("made_up_data") else "",
         "\n".join(f"* {plain(sentence)}" for sentence in wording.summary(results)),
         *map(plain, wording.fairness(results)),
-        markdown_table(Rows("", ("", "this comparison"), tuple(_facts(results)))),
-        f"```console\n$ {command(results)}\n```",
+        markdown_table(Table("", ("", "this comparison"), tuple(_facts(results)))),
+        f"```console\n$ {results['command']}\n```",
         *map(markdown_table, all_rows(results)),
-        *drawn,
-        *map(markdown_table, _settings(results)),
+        markdown_table(Table("Settings", ("optimizer", "settings"), tuple(settings.items()))),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _draw(results: Results, folder: Path) -> list[str]:
-    """Draw the figures for which there are results, and return the paragraphs that show them."""
-    finals = statistics.select(results, "final")
-    drawn = []
-    if any(math.isfinite(statistics.final_loss(run)) for run in finals):
-        figures.draw_losses(results, folder / "report-losses.svg")
-        drawn.append(
-            "![Training loss against steps and seconds](report-losses.svg)\n\n"
-            "Lines are means over the seeds, and bands show their range."
-        )
-    return drawn
-
-
-def _facts(results: Results) -> Iterable[tuple[str, str]]:
+def _facts(results: Results) -> Iterator[tuple[str, str]]:
     """Yield what all runs have in common, the machines, and the versions of other packages."""
     for name, found in results.items():
         if name not in _ELSEWHERE and found not in (None, {}, ""):
@@ -232,22 +213,3 @@ def _facts(results: Results) -> Iterable[tuple[str, str]]:
         yield f"machine {index + 1}", str(results["machines"][index])
     versions = {f"{name} {v}" for run in results["runs"] for name, v in (run.get("versions") or {}).items()}
     yield "versions", ", ".join(sorted(versions)) or "no other packages"
-
-
-def command(results: Mapping[str, Any]) -> str:
-    """Return the command line that produced the results, or one that produces such results."""
-    made = f"python -m benchmarks compare --workload {results['workload']} --size {results['size']}"
-    return str(results.get("command") or f"{made} --steps {results['steps']} --batch-size {results['batch_size']}")
-
-
-def _settings(results: Results) -> list[Rows]:
-    rows = tuple(_setting(results, name) for name in statistics.optimizers(results))
-    return [Rows("Settings", ("optimizer", "runs", "settings", "notes"), rows)] if rows else []
-
-
-def _setting(results: Results, optimizer: str) -> tuple[str, ...]:
-    runs = statistics.select(results, optimizer=optimizer)
-    phases = {run["phase"]: run for run in runs}  # the last run of each phase
-    name, run = ("full runs", phases["final"]) if "final" in phases else ("a trial", runs[0])
-    notes = dict.fromkeys(run["note"] for run in runs if run.get("note"))
-    return runs[0]["label"], name, json.dumps(run["settings"], ensure_ascii=False, default=str), "; ".join(notes)

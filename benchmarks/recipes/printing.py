@@ -7,11 +7,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from rich.table import Table
 
-from benchmarks import report
 from benchmarks.recipes.building import adamw, from_flat, layer_keywords, second_order, sgd, window_keywords
 from benchmarks.recipes.types import RATES, Method, Recipe, Schedule, Settings
+from benchmarks.report import Table
 from secondorder.methods.names import METHODS, resolve
 from secondorder.methods.presets import PRESETS
 
@@ -51,7 +50,7 @@ def recipe_table(title: str, recipe: Recipe, own_batch_size: int, steps: str) ->
         ("source", recipe.source),
         *([("note", recipe.note)] if recipe.note else []),
     ]
-    return report.make_table(title, ("", "recipe"), rows)
+    return Table(title, ("", "recipe"), rows)
 
 
 def scaled_table(
@@ -65,7 +64,7 @@ def scaled_table(
         rows.append((f"{ranks}{mark}", str(ranks * batch_size), *(_formatted(scaled[key]) for key in rates)))
     heads = ("ranks", "batch size (total)", *rates)
     caption = f"With {batch_size} examples per rank. The other keywords do not change."
-    return report.make_table("The same for other numbers of ranks", heads, rows, caption)
+    return Table("The same for other numbers of ranks", heads, rows, caption)
 
 
 def shell_line(words: Sequence[str], world: int) -> str:
