@@ -87,8 +87,10 @@ class Analyse(OnWorkload):
 
     def _train(self, trainer: Trainer, epoch_steps: int, rank_only: bool) -> Iterator[None]:
         optimizer = cast("SecondOrderOptimizer", trainer.optimizer)
-        options = {"rank_fraction": self.rank_fraction, "epoch_steps": epoch_steps, "seed": self.seed}
-        observe = partial(Analysis, optimizer, self.out_dir, **options)
+        observe = partial(
+            Analysis, optimizer, self.out_dir, rank_fraction=self.rank_fraction,
+            epoch_steps=epoch_steps, seed=self.seed,
+        )  # fmt: skip
         with ExitStack() as stack:
             rows = stack.enter_context(observe("rank" if rank_only else ("rank", "error"), every=self.every))
             log = None

@@ -5,6 +5,7 @@ compared with itself under several settings. On a CPU, seconds are processor tim
 to the speed of the processor at the start of the study. On a GPU, they are wall-clock time.
 """
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from functools import partial
 from typing import Literal
 
 from benchmarks import report
-from benchmarks.compare.plan import Job
+from benchmarks.compare.plan import Job, end_loss
 from benchmarks.compare.runs import Setting, find, measure_reference, recipe_on, train
 from benchmarks.evidence import Cells, Evidence, Figures, Shown, attempted, why_lost
 from benchmarks.plot import Row
@@ -83,7 +84,7 @@ class Length(Evidence):
         done = [run for run in runs if run is not None]
         if len(done) < len(runs):
             return {}
-        fine = [run for run in done if _is_whole(run)]
+        fine = [run for run in done if _is_fine(run)]
         sign = _sign(setting.make_workload())
         best = max(fine, key=lambda run: sign * run["metric"]) if fine else done[0]
         method = find(split_settings(name)[0])
@@ -122,10 +123,10 @@ class Length(Evidence):
             "optimizer": value("label"),
             "rate": lambda row: value("lr", "g")(row["settings"]),
             "runs": value("tried", "d"),
-            "training loss": lambda row: f"{_loss(row):.4g}" if _is_whole(row) else "-",
-            workload.metric: lambda row: f"{row['metric']:.4g}" if _is_whole(row) else why_lost(row),
+            "training loss": lambda row: f"{_loss(row):.4g}" if _is_fine(row) else "-",
+            workload.metric: lambda row: f"{row['metric']:.4g}" if _is_fine(row) else why_lost(row),
             **{key: partial(_quality, key) for key in sorted({key for row in rows for key in row.get("quality", ())})},
-            "seconds": lambda row: f"{row['curve'][-1][2]:,.0f}" if _is_whole(row) else "-",
+            "seconds": lambda row: f"{row['curve'][-1][2]:,.0f}" if _is_fine(row) else "-",
             **{f"to {target:g}": partial(_reached, target, _sign(workload)) for target in self.targets},
             "state, MB": value("optimizer_bytes", ".3g", 1e-6),
         }
@@ -144,8 +145,8 @@ def _sign(workload: Workload) -> int:
     return 1 if workload.higher_is_better else -1
 
 
-def _is_whole(row: Row) -> bool:
-    return not row["failed"] and not row["diverged"]
+def _is_fine(row: Row) -> bool:
+    return math.isfinite(end_loss(row))
 
 
 def _quality(key: str, row: Row) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 from scipy import stats
 
 from benchmarks import report
-from benchmarks.compare.plan import Job
+from benchmarks.compare.plan import Job, end_loss
 from benchmarks.compare.runs import Setting as RunSetting
 from benchmarks.compare.runs import find, measure_reference, recipe_on, train
 from benchmarks.evidence import Cells, Evidence, Figures, Shown, attempted
@@ -162,13 +162,13 @@ class _Course:
             if found is None:
                 raise TimeoutError
             trials[repr(sorted(settings.items()))] = found
-            return _end(found)
+            return end_loss(found)
 
         schedule = recipe.schedule.shape if recipe.own_schedule else "cosine"
         start = {**_STARTS.get(base, {}), **recipe.settings, **changes, "schedule": schedule}
         axes = axes_of(base, recipe)
         best = search(start, axes, loss_of)
-        costs = [found["curve"][-1][2] / found["taken"] for found in trials.values() if math.isfinite(_end(found))]
+        costs = [found["curve"][-1][2] / found["taken"] for found in trials.values() if math.isfinite(end_loss(found))]
         chosen = {key: best[key] for axis in axes for key in axis.keywords if key in best}
         return _Tuned(name, best, chosen, loss_of(best), statistics.median(costs), len(trials)) if costs else None
 
@@ -182,7 +182,7 @@ class _Course:
             for seed in range(study.first_seed, study.first_seed + study.seeds)
         ]
         whole = [run for run in found if run is not None]
-        ends = [run["curve"][-1][2] for run in whole if _is_fine(run)]
+        ends = [run["curve"][-1][2] for run in whole if math.isfinite(end_loss(run))]
         return {
             "optimizer": base,
             "label": f"{method.label}, {changes}" if changes else method.label,
@@ -194,7 +194,7 @@ class _Course:
             "cost": tuned.cost / (self.setting.reference_seconds or math.nan),
             "steps": steps,
             "seconds": statistics.median(ends) if ends else None,
-            "losses": [_end(run) for run in whole],
+            "losses": [end_loss(run) for run in whole],
             "metrics": [run["metric"] for run in whole if run.get("metric") is not None],
             "curves": [[point[1:3] for point in run["curve"]] for run in whole if share == 1 and run.get("curve")],
             "failed": [run["failed"] for run in whole if run["failed"]],
@@ -208,14 +208,6 @@ class _Course:
         setting = replace(self.setting, schedule=_COURSES[schedule])
         recipe = replace(recipe_on(name, study.task, study.size, study.data_dir), settings=own)
         return self.cells.run(identity, attempted(partial(train, job, setting, find(name), recipe)))
-
-
-def _is_fine(run: Mapping[str, Any]) -> bool:
-    return not run["failed"] and not run["diverged"]
-
-
-def _end(run: Mapping[str, Any]) -> float:
-    return float(run["curve"][-1][1]) if _is_fine(run) else math.inf
 
 
 def _judged(rows: list[Figures]) -> list[Figures]:
