@@ -69,10 +69,12 @@ class Evidence(Common):
         set_paths(self.peer_path)
         folder = RESULTS if self.keep else self.out_dir
         cells = Cells(folder / f"{self.stem}.json", None if self.minutes is None else 60 * self.minutes)
-        rows = self.rows(cells)
+        try:
+            rows = self.rows(cells)
+        except TimeoutError:
+            print(f"{self.minutes:g} minutes are over. Run the same command again to continue")
+            return 0
         shown = self.show(rows)
-        if cells.left:
-            print(f"{cells.left} runs remain. Run the same command again to continue")
         cells.summary = {**shown.about, "rows": rows, "tables": list(map(asdict, shown.tables))}
         cells.write()
         report.save(self.out_dir, self.stem, shown.tables, cells.payload())
@@ -148,7 +150,7 @@ def over_seeds(
 
 
 def why_lost(row: Mapping[str, Any]) -> str:
-    return "failed" if row["failed"] else "diverged" if row["diverged"] else "not run"
+    return "failed" if row["failed"] else "diverged"
 
 
 def train_until(

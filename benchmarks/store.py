@@ -86,8 +86,6 @@ class Cells:
     path: Path
     budget: float | None = None
     """Seconds after which no further run starts."""
-    left: int = 0
-    """Number of runs that were not started for lack of time."""
     summary: dict[str, Any] = field(default_factory=dict)
     _started: float = field(default_factory=time.monotonic)
 
@@ -109,17 +107,19 @@ class Cells:
         identity: Identity,
         measure: Callable[[Pause], Figures],
         counts: Callable[[Figures], bool] = lambda _: True,
-    ) -> Figures | None:
-        """Return the results of a cell, after running it if necessary; None if there is no time left to run it.
+    ) -> Figures:
+        """Return the results of a cell, after running it if necessary.
 
         The measurement gets a checkpoint, from which it can resume an interrupted run.
+
+        Raises:
+            TimeoutError: If there is no time left to run it.
         """
         found = self.get(identity)
         if found is not None and counts(found):
             return found
         if self.budget is not None and time.monotonic() - self._started > self.budget:
-            self.left += 1
-            return None
+            raise TimeoutError
         identity = _timed(identity)  # before the measurement, which may change the number of threads
         pause = self.pause(identity)
         with report.status(_title(identity)):

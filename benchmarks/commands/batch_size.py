@@ -77,19 +77,17 @@ class BatchSize(Repeated):
                 rows.append(self.search(name, workload, trial))
         return sorted(rows, key=lambda row: self.optimizers.index(row["optimizer"]))
 
-    def search(self, name: str, workload: Workload, trial: Callable[[float, int, int], Figures | None]) -> Figures:
+    def search(self, name: str, workload: Workload, trial: Callable[[float, int, int], Figures]) -> Figures:
         trials: dict[float, Figures] = {}
         limit = self.steps
         for factor in sorted(self.factors, key=lambda factor: (abs(math.log(factor)), factor)):
-            if (found := trial(factor, self.seed, limit)) is not None:
-                trials[factor] = found
-                limit = min(limit, found["taken"]) if found["end"] == "target" else limit
+            found = trials[factor] = trial(factor, self.seed, limit)
+            limit = min(limit, found["taken"]) if found["end"] == "target" else limit
         reached = {factor: found["taken"] for factor, found in trials.items() if found["end"] == "target"}
         best = min(reached, key=lambda factor: reached[factor]) if reached else None
-        runs = [] if best is None else [trials[best]]
+        runs = []
         if best is not None:
-            others = [trial(best, seed, self.steps) for seed in self.seeds_to_run[1:]]
-            runs += [run for run in others if run is not None]
+            runs = [trials[best], *(trial(best, seed, self.steps) for seed in self.seeds_to_run[1:])]
         steps = _median(runs, "taken")
         return {
             "optimizer": name,
@@ -102,15 +100,12 @@ class BatchSize(Repeated):
             "examples": None if steps is None else steps * workload.batch_size,
             "processor_seconds": _median(runs, "processor_seconds"),
             "reached": [sum(run["end"] == "target" for run in runs), len(runs)],
-            "tried": len(trials),
             "ends": {f"{factor:.3g}": found["end"] for factor, found in sorted(trials.items())},
             "most_steps": max((run["taken"] for run in (*trials.values(), *runs)), default=0),
-            "note": next((found["note"] for found in trials.values() if found.get("note")), ""),
+            "note": next(iter(trials.values())).get("note", ""),
         }
 
-    def trial(
-        self, cells: Cells, name: str, workload: Workload, factor: float, seed: int, limit: int
-    ) -> Figures | None:
+    def trial(self, cells: Cells, name: str, workload: Workload, factor: float, seed: int, limit: int) -> Figures:
         """Return the results of one run, which may be stored. Its key does not contain ``limit``.
 
         A stored run that stopped at a lower limit than this one is repeated, because it may reach the target now.
@@ -153,7 +148,7 @@ def _columns(rows: Sequence[Row], first: str) -> Mapping[str, report.Column]:
 
     def steps(row: Row) -> str:
         if row["steps"] is None:
-            return f"> {row['most_steps']:,}" if row["tried"] else "not run"
+            return f"> {row['most_steps']:,}"
         return f"{row['steps']:,.0f}"
 
     def share(row: Row) -> str:

@@ -80,8 +80,8 @@ class Density(Repeated):
             for entry in entries:
                 own = {"steps": self.length, "seed": seed, "everything": self.evaluate}
                 identity = self.about(self.task, entry["optimizer"], entry["settings"], **own)
-                found = cells.run(identity, attempted(partial(self._train, entry, seed)))
-                runs[entry["label"]] += [found] if found else []
+                run = cells.run(identity, attempted(partial(self._train, entry, seed)))
+                runs[entry["label"]].append(run)
         return [entry | _summary(runs[entry["label"]]) for entry in entries]
 
     def show(self, rows: list[Figures]) -> Shown:

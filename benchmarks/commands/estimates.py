@@ -67,9 +67,9 @@ class Estimates(Evidence):
             workload = make_workload(kind, self.data_dir, self.size)
             for name in self.methods:
                 identity = self.about(workload, name, {}, window_size=self.window_size, steps=self.steps)
-                if found := cells.run(identity, attempted(partial(self._compare, workload, name, rates))):
-                    shown = {key: value for key, value in found.items() if key != "rates"}
-                    rows.append({"workload": kind, "method": name, **shown})
+                found = cells.run(identity, attempted(partial(self._compare, workload, name, rates)))
+                shown = {key: value for key, value in found.items() if key != "rates"}
+                rows.append({"workload": kind, "method": name, **shown})
         return rows
 
     def show(self, rows: list[Figures]) -> Shown:

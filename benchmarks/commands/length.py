@@ -72,21 +72,15 @@ class Length(Evidence):
         about = {"workload": self.workload, "size": self.size, "fields": fields}
         if self.device == "cpu":
             found = cells.run({**about, "what": "a step of SGD"}, lambda _: {"seconds": measure_reference(setting)})
-            if found is None:
-                return []
             setting = replace(setting, reference_seconds=found["seconds"])
-        rows = [self._row(name, setting, cells) for name in self.optimizers]
-        return [row for row in rows if row]
+        return [self._row(name, setting, cells) for name in self.optimizers]
 
     def _row(self, name: str, setting: Setting, cells: Cells) -> Figures:
-        """Train with all rates, and return the results of the best run, or none if there was no time for all rates."""
+        """Train with all rates, and return the results of the best run."""
         runs = [self._run(name, times, setting, cells) for times in self.factors]
-        done = [run for run in runs if run is not None]
-        if len(done) < len(runs):
-            return {}
-        fine = [run for run in done if _is_fine(run)]
+        fine = [run for run in runs if _is_fine(run)]
         sign = _sign(setting.make_workload())
-        best = max(fine, key=lambda run: sign * run["metric"]) if fine else done[0]
+        best = max(fine, key=lambda run: sign * run["metric"]) if fine else runs[0]
         method = find(split_settings(name)[0])
         label = ", ".join([method.label, *self._distinctive(name)])
         return {"label": label, "ours": method.ours, "tried": len(runs), **best}
@@ -99,7 +93,7 @@ class Length(Evidence):
         differ = (key for key in changes if any(found.get(key, nothing) != changes[key] for found in others))
         return [f"{key}={changes[key]}" for key in differ]
 
-    def _run(self, name: str, times: float, setting: Setting, cells: Cells) -> Figures | None:
+    def _run(self, name: str, times: float, setting: Setting, cells: Cells) -> Figures:
         base, changes = split_settings(name)
         workload = setting.make_workload()
         recipe = recipe_on(base, workload, self.size, self.data_dir)
@@ -111,7 +105,7 @@ class Length(Evidence):
         )  # fmt: skip
         job = Job(base, "final", times, self.seed, self.steps)
         found = cells.run(identity, attempted(partial(train, job, setting, find(base), recipe)))
-        return found and {"optimizer": base, "settings": dict(recipe.settings), **found}
+        return {"optimizer": base, "settings": dict(recipe.settings), **found}
 
     def show(self, rows: list[Figures]) -> Shown:
         workload = Setting(self.workload, self.size, self.data_dir).make_workload()

@@ -63,11 +63,9 @@ class Memory(Evidence):
             try:
                 recipe = recipe_on(name, workload, self.size, self.data_dir)
                 identity = self.about(workload, name, recipe.settings, **more, beside="plan")
-                figures = cells.run(identity, partial(self._measure, name, recipe, workload))
+                found.append(cells.run(identity, partial(self._measure, name, recipe, workload)))
             except (PeerMissingError, ValueError) as err:
                 print(f"left out: {err}")
-                continue
-            found += [figures] if figures else []
         return found
 
     def show(self, rows: list[Figures]) -> Shown:

@@ -130,8 +130,6 @@ class Presets(Repeated):
 def _run(
     cells: Cells, workload: Workload, identity: Identity, make: MakeOptimizer, label: str, closure: bool = False
 ) -> Figures:
-    """Return the figures of a run, or none if there is no time for it."""
-
     def train(pause: Pause) -> Figures:
         seed, steps = identity["seed"], identity["steps"]
         torch.manual_seed(seed)  # for example for dropout
@@ -140,7 +138,7 @@ def _run(
         found = evidence.train_and_evaluate(trainer, steps, pause)
         return {**found, "timed_loss": loss_after(trainer.history, identity.get("limit"))}
 
-    return cells.run(identity, evidence.attempted(train)) or {}
+    return cells.run(identity, evidence.attempted(train))
 
 
 def loss_after(history: History, limit: float | None) -> float | None:
@@ -151,7 +149,7 @@ def loss_after(history: History, limit: float | None) -> float | None:
 
 def _medians(runs: list[Figures]) -> Figures:
     keys = ("loss", "timed_loss", "metric", "processor_seconds", "optimizer_bytes")
-    return evidence.over_seeds([run for run in runs if run], keys)
+    return evidence.over_seeds(runs, keys)
 
 
 def _losses(row: Mapping[str, Any]) -> str:

@@ -93,7 +93,7 @@ class Robustness(Repeated):
             more = {"defaults": _defaults(name), "steps": steps, "seed": seed}
             identity = self.about(workload, name, {}, **more)
             runs.append(cells.run(identity, evidence.attempted(partial(_train, name, workload, seed, steps))))
-        return [run for run in runs if run]
+        return runs
 
 
 def _train(name: str, workload: Workload, seed: int, steps: int, pause: Pause) -> Figures:
@@ -134,7 +134,7 @@ def _rows(kind: str, found: Mapping[str, Sequence[Figures]]) -> list[Figures]:
 
 def _judged(row: Figures, reference: Figures) -> tuple[bool | None, float | None]:
     """Return whether a loss is at least as good as the reference's, and its decrease relative to the reference's."""
-    if reference["loss"] is None or not row["runs"]:
+    if reference["loss"] is None:
         return None, None
     if row["loss"] is None:
         return False, None

@@ -99,13 +99,8 @@ class Seconds(Evidence):
         about = {"workload": self.workload, "size": self.size, "batch_size": self.task.batch_size}
         setting = RunSetting(self.workload, self.size, self.data_dir, self.threads)
         reference = cells.run({**about, "what": "a step of SGD"}, lambda _: {"seconds": measure_reference(setting)})
-        if reference is None:
-            return []
         course = _Course(self, cells, replace(setting, reference_seconds=reference["seconds"]))
-        try:
-            tuned = [found for name in self.optimizers if (found := course.tuned(name))]
-        except TimeoutError:
-            return []  # T is not known yet
+        tuned = [found for name in self.optimizers if (found := course.tuned(name))]
         if not any(found.first_order for found in tuned):
             return []
         best = min((found for found in tuned if found.first_order), key=lambda found: found.loss)
@@ -148,19 +143,13 @@ class _Course:
     setting: RunSetting
 
     def tuned(self, name: str) -> _Tuned | None:
-        """Return the best settings of an optimizer, or None if every trial failed.
-
-        Raises:
-            TimeoutError: If there was no time for all trials.
-        """
+        """Return the best settings of an optimizer, or None if every trial failed."""
         study, trials = self.study, dict[str, Figures]()
         base, changes = split_settings(name)
         recipe = recipe_on(base, study.task, study.size, study.data_dir)
 
         def loss_of(settings: Settings) -> float:
             found = self.run(base, settings, study.seed, study.length, "sift")
-            if found is None:
-                raise TimeoutError
             trials[repr(sorted(settings.items()))] = found
             return end_loss(found)
 
@@ -177,11 +166,8 @@ class _Course:
         base, _, changes = tuned.name.partition(":")
         study, method = self.study, find(base)
         steps = max(1, math.floor(share * seconds / tuned.cost))
-        found = [
-            self.run(base, tuned.settings, seed, steps, "final")
-            for seed in range(study.first_seed, study.first_seed + study.seeds)
-        ]
-        whole = [run for run in found if run is not None]
+        seeds = range(study.first_seed, study.first_seed + study.seeds)
+        whole = [self.run(base, tuned.settings, seed, steps, "final") for seed in seeds]
         ends = [run["curve"][-1][2] for run in whole if math.isfinite(end_loss(run))]
         return {
             "optimizer": base,
@@ -200,7 +186,7 @@ class _Course:
             "failed": [run["failed"] for run in whole if run["failed"]],
         }
 
-    def run(self, name: str, settings: Settings, seed: int, steps: int, phase: Any) -> Figures | None:
+    def run(self, name: str, settings: Settings, seed: int, steps: int, phase: Any) -> Figures:
         study, own = self.study, dict(settings)
         schedule = str(own.pop("schedule"))
         identity = study.about(study.task, name, own, schedule=schedule, seed=seed, steps=steps, phase=phase)
@@ -214,16 +200,13 @@ def _judged(rows: list[Figures]) -> list[Figures]:
     """Add the comparison with the best first-order optimizer of the same time to each row."""
     for share in dict.fromkeys(row["share"] for row in rows):
         own = [row for row in rows if row["share"] == share]
-        full = max(len(row["losses"]) for row in own)
-        first = [row for row in own if row["order"] == "first" and len(row["losses"]) == full > 0]
-        best = min(first, key=lambda row: statistics.fmean(row["losses"]), default=None)
+        best = min((row for row in own if row["order"] == "first"), key=lambda row: statistics.fmean(row["losses"]))
         for row in own:
-            whole = best is not None and len(row["losses"]) == full
-            pairs = list(zip(row["losses"], best["losses"], strict=True)) if best is not None and whole else []
+            pairs = list(zip(row["losses"], best["losses"], strict=True))
             row["reference"] = best is row
             row["lower"] = sum(mine < theirs for mine, theirs in pairs)
-            row["ratio"] = statistics.fmean(mine / theirs for mine, theirs in pairs) if pairs else None
-            row["crossing"] = _crossing(row["curves"], best["curves"]) if best is not None and pairs else None
+            row["ratio"] = statistics.fmean(mine / theirs for mine, theirs in pairs)
+            row["crossing"] = _crossing(row["curves"], best["curves"])
     for row in rows:
         del row["curves"]  # they are still in the cells
     return rows
@@ -300,7 +283,7 @@ def _interval(key: str, row: Figures) -> str:
 def _relative(row: Figures) -> str:
     if row["reference"]:
         return "reference"
-    if row["ratio"] is None or not math.isfinite(row["ratio"]):
+    if not math.isfinite(row["ratio"]):
         return "-"
     crossing = "" if row["crossing"] is None else f", crosses at {row['crossing']:.2f}"
     return f"{100 * (row['ratio'] - 1):+.1f} %, {row['lower']} of {len(row['losses'])}{crossing}"
