@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from benchmarks import events
+from benchmarks import analysis
+from benchmarks.analysis import plot_analysis
 from benchmarks.cli import main
 from benchmarks.commands import analyse
-from benchmarks.plot_analysis import plot_analysis
 from secondorder.diagnostics import read_events
 
 COLUMNS = {
@@ -39,7 +39,7 @@ def test_analyse(tmp_path, capsys):
     words = ["--method", "hylo", "--steps", "3", "--every", "2", "--batch-size", "24", "--batch-sizes", "16"]
     assert _run(tmp_path, *words, "--set", "update_steps=2", "mode=kis") == 0
     printed = capsys.readouterr().out
-    found = events.load(tmp_path)
+    found = analysis.load(tmp_path)
     for name, columns in COLUMNS.items():
         assert all(columns <= event.keys() for event in found[name])
         assert f"events: {tmp_path / name}.jsonl\n" in printed
@@ -69,7 +69,7 @@ def test_analyse(tmp_path, capsys):
 def test_analyse_supports_other_methods_and_does_not_change_training(tmp_path, method):
     words = ["--method", method, "--steps", "3", "--batch-size", "16", "--every", "5"]
     assert _run(tmp_path, *words) == 0
-    found = events.load(tmp_path)
+    found = analysis.load(tmp_path)
     for name, columns in COLUMNS.items():
         assert found[name]
         assert all(columns <= event.keys() for event in found[name])
@@ -83,7 +83,7 @@ def test_analyse_supports_other_methods_and_does_not_change_training(tmp_path, m
 @pytest.mark.usefixtures("_no_plots")
 def test_a_later_run_replaces_an_earlier_one(tmp_path):
     words = ["--size", "smoke", "--steps", "1"]
-    assert _run(tmp_path, *words, "--no-recipe", "--set", "lr=0.5", "damping=3.0") == 0
+    assert _run(tmp_path, *words, "--set", "lr=0.5", "damping=3.0") == 0
     (first,) = read_events(tmp_path / "train.jsonl")
     assert (first["lr"], first["damping"]) == (0.5, 3.0)
     assert _run(tmp_path, *words, "--steps", "2") == 0
@@ -93,7 +93,7 @@ def test_a_later_run_replaces_an_earlier_one(tmp_path):
 
 @pytest.mark.usefixtures("_no_plots")
 def test_a_run_that_diverges_has_status_1(tmp_path):
-    words = ["--size", "smoke", "--steps", "6", "--no-recipe", "--set", "lr=1e30"]
+    words = ["--size", "smoke", "--steps", "6", "--set", "lr=1e30", "graft=none", "kl_clip=none"]
     assert _run(tmp_path, *words) == 1
     assert read_events(tmp_path / "train.jsonl")[-1]["loss"] is None
 
@@ -104,7 +104,7 @@ def test_no_steps_are_refused(tmp_path, capsys):
 
 
 def _profile(step, **stages):
-    return {"step": step, **{column: stages.get(column, 0.0) for column in events.STAGES.values() if column}} | stages
+    return {"step": step, **{column: stages.get(column, 0.0) for column in analysis.STAGES.values() if column}} | stages
 
 
 def test_kinds_and_times_of_steps():
@@ -116,22 +116,22 @@ def test_kinds_and_times_of_steps():
         _profile(3, capture_ms=3.0, refresh_ms=0.01),
         _profile(4, capture_ms=3.0, refresh_ms=8.0, select_ms=1.0, kernel_ms=2.0, invert_ms=4.0),
     ]
-    times = events.stage_times(steps)
+    times = analysis.stage_times(steps)
     assert list(times) == ["plain", "capture", "refresh"]
     assert times["plain"]["update"] == 3.0
     assert times["refresh"]["rest of refresh"] == 1.0
     assert times["refresh"]["invert"] == 4.0
-    assert events.stage_times(steps[:2])["refresh"]["capture"] == 90.0
-    assert list(events.stage_times(steps[1:3])) == ["plain"]
-    assert events.stage_times([]) == {}
+    assert analysis.stage_times(steps[:2])["refresh"]["capture"] == 90.0
+    assert list(analysis.stage_times(steps[1:3])) == ["plain"]
+    assert analysis.stage_times([]) == {}
 
 
 def test_periods_of_a_mode():
     modes = ["kid", "kid", "kis", "kid", "kis", "kis", "kid"]
     trend = [{"step": step, "layer": layer, "mode": mode} for step, mode in enumerate(modes) for layer in "ab"]
-    assert events.spans(trend, "kid") == [(0, 2), (3, 4), (6, 7)]
-    assert events.spans(trend, "kis") == [(2, 3), (4, 6)]
-    assert events.spans(trend, "sngd") == []
+    assert analysis.spans(trend, "kid") == [(0, 2), (3, 4), (6, 7)]
+    assert analysis.spans(trend, "kis") == [(2, 3), (4, 6)]
+    assert analysis.spans(trend, "sngd") == []
 
 
 def _write(path, lines):

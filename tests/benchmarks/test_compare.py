@@ -164,6 +164,9 @@ def test_schedules():
     steps = Schedule("steps", milestones=(0.5, 0.75))
     assert [factor(steps, step, 8) for step in (0, 3, 4, 6, 7)] == pytest.approx([1, 1, 0.1, 0.01, 0.01])
     assert factor(Schedule("linear"), 5, 10) == 0.5
+    trapezoid = Schedule("trapezoid", 0.1)
+    found = [factor(trapezoid, step, 100) for step in (0, 9, 10, 70, 85, 99)]
+    assert found == pytest.approx([0.1, 1.0, 1.0, 1.0, 0.5, 1 / 30])
     assert factor(Schedule(), 5, 10) == 1.0
 
 
@@ -263,12 +266,11 @@ def test_a_killed_run_continues_exactly(name, data_dir, tmp_path, killed_after):
     changes = {"dropout": 0.5}
     setting = Setting("chargpt", "smoke", data_dir, reference_seconds=1.0, workload_changes=changes, pauses=tmp_path)
     job = Job(name, "final", 1.0, 0, 8)
-    for steps in (3, 6):
-        killed_after(steps)
-        with pytest.raises(Killed):
-            execute(job, setting)
-        (path,) = tmp_path.iterdir()
-        assert torch.load(path, weights_only=True)["trainer"]["drawn"] == steps
+    killed_after(4)
+    with pytest.raises(Killed):
+        execute(job, setting)
+    (path,) = tmp_path.iterdir()
+    assert torch.load(path, weights_only=True)["trainer"]["drawn"] == 4
     taken = killed_after(None)
     again = execute(job, setting)
     assert taken == list(range(8))  # no step was taken twice
@@ -318,19 +320,6 @@ def test_an_interrupted_comparison_continues_in_the_middle_of_a_run(
     assert found["part"] == found["whole"]
 
 
-def test_a_failed_run_is_repeated(tmp_path, capsys):
-    words = [*WORDS[:-3], "kfac_pytorch", "--out-dir", str(tmp_path)]
-    assert main(words) == 2  # before anything runs
-    assert "--peer-path kfac_pytorch=DIR" in capsys.readouterr().err
-    assert main([*WORDS[:-3], "sgd", "--out-dir", str(tmp_path)]) == 0
-    path = tmp_path / "compare-digits-smoke.json"
-    results = json.loads(path.read_text())
-    results["runs"][-1]["failed"] = "MemoryError: some other time"
-    path.write_text(json.dumps(results))
-    assert main([*WORDS[:-3], "sgd", "--out-dir", str(tmp_path)]) == 0
-    assert json.loads(path.read_text())["runs"][-1]["failed"] is None
-
-
 WORDS = ("compare", "--workload", "digits", "--size", "smoke", "--steps", "12", "--optimizers", "sgd", "muon", "kfac")
 
 
@@ -353,18 +342,19 @@ def test_a_continued_comparison_repeats_no_run(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("known_machine")
-def test_a_run_of_a_changed_recipe_is_repeated(tmp_path):
+@pytest.mark.parametrize("change", [{"key": "that of another recipe"}, {"failed": "MemoryError: some other time"}])
+def test_a_run_of_a_changed_recipe_or_that_failed_is_repeated(change, tmp_path):
     words = [*WORDS[:-3], "sgd", "muon", "--out-dir", str(tmp_path)]
     assert main(words) == 0
     path = tmp_path / "compare-digits-smoke.json"
     results = json.loads(path.read_text())
-    results["runs"][0]["key"] = "that of another recipe"
+    before = dict(results["runs"][0])
+    results["runs"][0] |= change
     path.write_text(json.dumps(results))
     assert main(words) == 0
     again = json.loads(path.read_text())["runs"]
-    assert [run["optimizer"] for run in again] == ["muon", "sgd"]  # the repeated run comes last
     assert again[0] == results["runs"][1]
-    assert again[1]["key"] != "that of another recipe"
+    assert [again[1][key] for key in ("optimizer", "key", "failed")] == ["sgd", before["key"], None]  # comes last
 
 
 @pytest.mark.usefixtures("known_machine")
@@ -400,9 +390,10 @@ def test_the_saved_command_line_contains_no_folder():
     )
 
 
-def test_an_unknown_optimizer_is_named(tmp_path, capsys):
-    assert main(["compare", "--workload", "digits", "--optimizers", "kfca", "--out-dir", str(tmp_path)]) == 2
-    assert "got 'kfca'" in capsys.readouterr().err
+def test_an_optimizer_that_is_unknown_or_not_installed_is_named(tmp_path, capsys):
+    for name, why in (("kfca", "got 'kfca'"), ("kfac_pytorch", "--peer-path kfac_pytorch=DIR")):
+        assert main([*WORDS[:-3], name, "--out-dir", str(tmp_path)]) == 2  # before anything runs
+        assert why in capsys.readouterr().err
 
 
 def test_all_optimizers_that_need_no_path_are_compared_by_default():

@@ -9,7 +9,7 @@ from benchmarks import report
 from benchmarks.cli import main
 from benchmarks.commands.overview import load, renewed
 from benchmarks.plot import look
-from benchmarks.report import make_table
+from benchmarks.report import Table
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -58,11 +58,18 @@ def test_a_short_table_of_few_optimizers_has_all_of_them():
     assert [row[0] for row in _rows("some best", {"some": {**results, "runs": runs}})] == ["HyLo", "SGD"]
 
 
-def test_rows_of_a_value_are_shown_without_their_column(tmp_path):
+def test_tables_and_parts_of_them_are_shown(tmp_path):
     rows = [("x", "1", "a"), ("y", "2", "b"), ("z", "1", "c")]
-    report.save(tmp_path, "found", [make_table("Table", ("name", "ranks", "kept"), rows, "Why.")], {})
-    text = renewed("<!-- results: found ranks=1 -->\n<!-- end of results -->\n", load(tmp_path))
-    assert "**Table (ranks: 1)**\n\n| name | kept |\n| :--- | ---: |\n| x | a |\n| z | c |\n\nWhy." in text
+    tables = [Table(f"Table {n}", ("name", "ranks", "kept"), rows, "Why.") for n in (1, 2)]
+    report.save(tmp_path, "found", tables, {})
+    for part, shown, hidden in [
+        ("", "Table 1", "Table 3"),
+        (" 2", "**Table 2**\n\n| name | ranks | kept |\n| :--- | ---: | ---: |\n| x | 1 | a |", "Table 1"),
+        (" ranks=1", "**Table 2 (ranks: 1)**\n\n| name | kept |\n| :--- | ---: |\n| x | a |\n| z | c |\n\nWhy.", "y"),
+    ]:
+        text = renewed(f"<!-- results: found{part} -->\nold\n<!-- end of results -->\n", load(tmp_path))
+        assert shown in text
+        assert hidden not in text.replace("Why", "")
 
 
 def test_memory_is_summarized_without_variants(tmp_path):
@@ -97,20 +104,13 @@ def test_figures_are_drawn_from_stored_results(tmp_path):
     assert main(words) == 0
     drawn = {path.name for path in tmp_path.iterdir()}
     workloads = {results["workload"] for results in load(RESULTS).values() if "runs" in results}
-    assert drawn == {"demo.png", *(f"evidence-{name}.svg" for name in ("batch-size", "density", "worlds", *workloads))}
+    assert drawn == {"demo.png", *(f"evidence-{name}.svg" for name in ("batch-size", "density", *workloads))}
     for name, ours in (("chargpt", "EKFAC, orthogonal"), ("poisson", "HyLo")):
         text = (tmp_path / f"evidence-{name}.svg").read_text(encoding="utf-8")
         shown = ("AdamW", "Muon, momentum 0.85", ours, "steps", "processor seconds")
         assert all(f">{label}<" in text for label in shown)
         assert f"stroke: {look(ours, 0)['color'].lower()}" in text
     assert main(["study", "figures", "--results", str(tmp_path / "none")]) == 2
-
-
-def test_tables_of_any_command_are_shown(tmp_path):
-    report.save(tmp_path, "found", [make_table(f"Table {n}", ("a", "b"), [("x", str(n))], "Why.") for n in (1, 2)], {})
-    text = "<!-- results: found 2 -->\nold\n<!-- end of results -->\n"
-    assert "\n\n**Table 2**\n\n| a | b |\n| :--- | ---: |\n| x | 2 |\n\nWhy.\n\n" in renewed(text, load(tmp_path))
-    assert "Table 1" in renewed(text.replace(" 2", ""), load(tmp_path))
 
 
 def test_only_the_blocks_of_a_page_are_renewed(tmp_path):

@@ -4,17 +4,10 @@ import json
 import math
 
 import pytest
-from matplotlib.figure import Figure
 
 from benchmarks.commands import seconds
 from benchmarks.commands.seconds import Seconds
 from benchmarks.compare.runs import find
-from benchmarks.recipes.types import Schedule, factor
-
-
-@pytest.fixture(autouse=True)
-def _draws_nothing(monkeypatch):
-    monkeypatch.setattr(Figure, "savefig", lambda *_, **__: None)
 
 
 def study(data_dir, tmp_path, **options):
@@ -25,7 +18,7 @@ def study(data_dir, tmp_path, **options):
 def test_a_study_and_its_continuation(data_dir, tmp_path, monkeypatch):
     assert study(data_dir, tmp_path, minutes=1e-9).run() == 0
     path = tmp_path / "seconds-digits-smoke.json"
-    assert json.loads(path.read_text())["rows"] == []
+    assert not path.exists()
     assert study(data_dir, tmp_path).run() == 0
     data = json.loads(path.read_text())
     rows = {(row["optimizer"], row["share"]): row for row in data["rows"]}
@@ -61,12 +54,11 @@ def row(losses, order="first", share=1.0, curves=()):
 
 def test_the_best_first_order_optimizer_of_the_same_time_is_the_reference():
     slow, fast = row([3.0, 3.0], share=0.5), row([2.0, 2.2], share=0.5)
-    ours, late, partial = row([1.0, 2.4], "second", 0.5), row([1.0, 1.0]), row([0.1], share=0.5)
-    seconds._judged([slow, fast, ours, late, partial])
-    assert [r["reference"] for r in (slow, fast, ours, late, partial)] == [False, True, False, True, False]
+    ours, late = row([1.0, 2.4], "second", 0.5), row([1.0, 1.0])
+    seconds._judged([slow, fast, ours, late])
+    assert [r["reference"] for r in (slow, fast, ours, late)] == [False, True, False, True]
     assert ours["lower"] == 1
     assert ours["ratio"] == pytest.approx((1 / 2 + 2.4 / 2.2) / 2)
-    assert partial["ratio"] is None  # a seed is missing, so that means are not comparable
 
 
 @pytest.mark.parametrize(
@@ -96,23 +88,14 @@ def test_intervals():
     assert seconds._interval("losses", {"losses": [1.0, math.inf], "failed": []}) == "diverged"
 
 
-def test_a_trapezoid_is_constant_and_then_decays_to_zero():
-    found = [factor(Schedule("trapezoid", 0.1), step, 100) for step in (0, 9, 10, 70, 85, 99)]
-    assert found == pytest.approx([0.1, 1.0, 1.0, 1.0, 0.5, 1 / 30])
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"first_seed": 0}, "seed must be below first_seed=0"),
         ({"seeds": 0}, "seeds must be positive"),
+        ({"optimizers": ("kfac",)}, "at least one of the optimizers must be a first-order one"),
     ],
 )
 def test_invalid_options_are_refused(options, words, data_dir, tmp_path):
     with pytest.raises(ValueError, match=words):
         Seconds(workload="digits", size="smoke", data_dir=data_dir, out_dir=tmp_path, **options).run()
-
-
-def test_a_first_order_optimizer_is_needed(tmp_path):
-    with pytest.raises(ValueError, match="at least one of the optimizers must be a first-order one"):
-        Seconds(workload="digits", optimizers=("kfac",), out_dir=tmp_path).run()
