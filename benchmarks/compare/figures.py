@@ -25,7 +25,6 @@ Against = Literal["steps", "seconds"]
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
 _SHADE = 0.18  # opacity of the range over the seeds
-_LETTERS = 24  # maximum length of a label
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ def draw_courses(
         for axes, against in zip(panels, get_args(Against), strict=True):
             for found, style in zip(courses, styles, strict=True):
                 _draw(axes, found, against, {**style, "linewidth": 1.6})
-                handles[found.label] = Line2D([], [], label=escaped(found.label), **style, linewidth=1.6)
+                handles[found.label] = Line2D([], [], label=found.label, **style, linewidth=1.6)
             axes.set_xlim(left=0)
             axes.xaxis.set_major_locator(MaxNLocator(4, steps=(1, 2, 2.5, 5, 10)))
             axes.set_xlabel("steps" if against == "steps" else f"{clock} seconds", fontsize=9)
@@ -151,9 +150,3 @@ def _format_axes(axes: Axes, courses: Sequence[Course], top: float) -> None:
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set_ylim(low / 1.15, top * 1.15)
-
-
-def escaped(text: str) -> str:
-    """Truncate a label, and escape dollar signs, between which matplotlib expects formulas."""
-    short = text if len(text) <= _LETTERS else f"{text[: _LETTERS - 1].rstrip()}…"
-    return short.replace("$", r"\$")

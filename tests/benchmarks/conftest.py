@@ -1,6 +1,10 @@
+import json
+import shlex
+
 import pytest
 
 from benchmarks import machine
+from benchmarks.cli import main
 from benchmarks.commands import step_time, window
 from benchmarks.workloads.tiny import write_tiny_data
 
@@ -11,6 +15,29 @@ def data_dir(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     write_tiny_data(folder)
     return folder
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Return a function that runs a command line, checks its status, and returns the JSON files that it wrote."""
+
+    def run(line, *words, status=0):
+        assert main([*shlex.split(line), *map(str, words), "--out-dir", str(tmp_path)]) == status
+        return {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+
+    return run
+
+
+@pytest.fixture
+def study(data_dir, tmp_path):
+    """Return a function that runs a study at tiny size, and returns what it stored."""
+
+    def study(kind, status=0, **options):
+        command = kind(**{"data_dir": data_dir, "out_dir": tmp_path, "size": "smoke", **options})
+        assert command.run() == status
+        return json.loads((command.out_dir / f"{command.stem}.json").read_text())
+
+    return study
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import pytest
 
 from benchmarks import analysis
 from benchmarks.analysis import plot_analysis
-from benchmarks.cli import main
 from benchmarks.commands import analyse
 from secondorder.diagnostics import read_events
 
@@ -31,13 +30,12 @@ def _no_plots(monkeypatch):
     monkeypatch.setattr(analyse, "plot_analysis", lambda folder, suffix: [])
 
 
-def _run(folder, *words):
-    return main(["analyse", "--workload", "digits", "--threads", "1", "--out-dir", str(folder), *words])
+WORDS = "analyse --workload digits --threads 1"
 
 
-def test_analyse(tmp_path, capsys):
-    words = ["--method", "hylo", "--steps", "3", "--every", "2", "--batch-size", "24", "--batch-sizes", "16"]
-    assert _run(tmp_path, *words, "--set", "update_steps=2", "mode=kis") == 0
+def test_analyse(run, tmp_path, capsys):
+    words = f"{WORDS} --method hylo --steps 3 --every 2 --batch-size 24 --batch-sizes 16 --set update_steps=2 mode=kis"
+    saved = run(words)["analyse"]
     printed = capsys.readouterr().out
     found = analysis.load(tmp_path)
     for name, columns in COLUMNS.items():
@@ -57,7 +55,6 @@ def test_analyse(tmp_path, capsys):
     assert [(e["step"], e["layer"], e["mode"]) for e in found["trend"]] == [
         (step, layer, "kis") for step in range(3) for layer in "0257"
     ]
-    saved = json.loads((tmp_path / "analyse.json").read_text())
     assert saved["losses"] == [event["loss"] for event in found["train"]]
     assert saved["modes"] == {"kis": [[0, 3]]}
     assert list(saved["stages_ms"]) == ["plain", "refresh"]
@@ -66,40 +63,30 @@ def test_analyse(tmp_path, capsys):
 
 @pytest.mark.usefixtures("_no_plots")
 @pytest.mark.parametrize("method", ["kfac", "ekfac_natural", "kfac_adaptive"])
-def test_analyse_supports_other_methods_and_does_not_change_training(tmp_path, method):
-    words = ["--method", method, "--steps", "3", "--batch-size", "16", "--every", "5"]
-    assert _run(tmp_path, *words) == 0
+def test_analyse_supports_other_methods_and_does_not_change_training(run, tmp_path, method):
+    more = "--steps 3 --batch-size 16"
+    run(f"{WORDS} --method {method} --every 5 {more}")
     found = analysis.load(tmp_path)
     for name, columns in COLUMNS.items():
         assert found[name]
         assert all(columns <= event.keys() for event in found[name])
     assert {event["mode"] for event in found["trend"]} == {method.split("_")[0]}
-    train = ["train", "--workload", "digits", "--threads", "1", "--out-dir", str(tmp_path), "--optimizer", method]
-    assert main([*train, "--steps", "3", "--batch-size", "16"]) == 0
-    saved = json.loads((tmp_path / f"train-digits-{method}.json").read_text())
+    saved = run(f"train --workload digits --threads 1 --optimizer {method} {more}")[f"train-digits-{method}"]
     assert saved["losses"] == [event["loss"] for event in found["train"]]
 
 
 @pytest.mark.usefixtures("_no_plots")
-def test_a_later_run_replaces_an_earlier_one(tmp_path):
-    words = ["--size", "smoke", "--steps", "1"]
-    assert _run(tmp_path, *words, "--set", "lr=0.5", "damping=3.0") == 0
+def test_a_later_run_replaces_an_earlier_one_and_divergence_has_status_1(run, tmp_path, capsys):
+    words = f"{WORDS} --size smoke --set lr=0.5 damping=3.0 --steps"
+    run(words, "1")
     (first,) = read_events(tmp_path / "train.jsonl")
     assert (first["lr"], first["damping"]) == (0.5, 3.0)
-    assert _run(tmp_path, *words, "--steps", "2") == 0
+    run(words, "2")
     assert [event["step"] for event in read_events(tmp_path / "train.jsonl")] == [0, 1]
     assert len({event["step"] for event in read_events(tmp_path / "rank.jsonl")}) == 1
-
-
-@pytest.mark.usefixtures("_no_plots")
-def test_a_run_that_diverges_has_status_1(tmp_path):
-    words = ["--size", "smoke", "--steps", "6", "--set", "lr=1e30", "graft=none", "kl_clip=none"]
-    assert _run(tmp_path, *words) == 1
+    run(f"{WORDS} --size smoke --set lr=1e30 graft=none kl_clip=none --steps 6", status=1)
     assert read_events(tmp_path / "train.jsonl")[-1]["loss"] is None
-
-
-def test_no_steps_are_refused(tmp_path, capsys):
-    assert _run(tmp_path, "--steps", "0") == 2
+    run(words, "0", status=2)
     assert "steps must be positive, got 0" in capsys.readouterr().err
 
 

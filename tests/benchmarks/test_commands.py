@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks.cli import Command, main
+from benchmarks.commands.spikes import WAYS, summary
 from benchmarks.commands.swap import LINES, REPLACEMENTS
 from benchmarks.machine import peak_bytes
 from benchmarks.recipes import METHODS
@@ -21,10 +22,6 @@ from benchmarks.workloads import WORKLOADS, cifar
 from benchmarks.workloads.random_data import random_workload
 
 ROOT = Path(__file__).parents[2]
-
-
-def _run(*args, threads=1):
-    return main([*args, "--threads", str(threads)])
 
 
 def test_demo_as_a_process(tmp_path):
@@ -56,15 +53,6 @@ def test_help_lists_commands_and_workloads(capsys):
         assert f"{{{','.join(names)}}}" in printed
 
 
-def test_kernel_measures_kernel_and_projection(tmp_path, capsys):
-    words = ["measure", "kernel", "--ranks", "8", "--layers", "6", "4", "--trials", "1", "--threads", "1"]
-    assert _run(*words, "--out-dir", str(tmp_path)) == 0
-    assert "6 × 4" in capsys.readouterr().out
-    (result,) = json.loads((tmp_path / "kernel.json").read_text())["results"]
-    assert (result["rank"], result["d_i"], result["d_o"]) == (8, 6, 4)
-    assert min(result["kernel_seconds"], result["kernel_ratio"], result["projection_ratio"]) > 0
-
-
 def test_random_batches_have_the_published_shapes():
     pictures, labels = next(random_workload("resnet50", "paper", batch_size=2).batches(0))
     assert pictures.shape == (2, 3, 224, 224)
@@ -81,22 +69,18 @@ def test_random_batches_have_the_published_shapes():
     [
         ("sgd", "lr=0.05 nesterov=true", []),
         ("mfac", "window_size=8 window_dtype=bfloat16", ["window"]),
-        ("mfac", "window_size=8 rank=2", ["window"]),
         ("sparse_mfac", "window_size=8 density=0.1 block_size=256 value_dtype=bfloat16 error_bits=4", ["window"]),
-        ("ggt", "window_size=8 beta2=0.9", ["window"]),
-        ("ggt", "window_size=8 density=0.1 graft=none lr=1e-4", ["window"]),
+        ("ggt", "window_size=8 beta2=0.9 density=0.1 graft=none lr=1e-4", ["window"]),
         ("kfac", "skip_layers=Conv2d,7 fisher=mc", ["second_order"]),
         ("kfac", "adaptive_damping=true damping=0.1 damping_interval=2", ["second_order"]),
         ("ekfac", "basis_update=qr estimator=running factor_update_steps=2 inv_update_steps=2", ["second_order"]),
-        ("ekfac_adaptive", "damping_interval=2", ["second_order"]),
         ("hylo", "mode=kid kid_residual=none update_steps=5", ["rows", "kernel"]),
         ("hylo", "mode=kis graft=none lr=0.1 damping=1.0 update_steps=5", ["rows", "kernel"]),
     ],
 )
-def test_train_accepts_keywords_of_every_method(tmp_path, capsys, method, settings, kinds):
-    words = ["train", "--workload", "digits", "--optimizer", method, "--size", "smoke", "--steps", "12"]
-    assert _run(*words, "--set", *settings.split(), "--out-dir", str(tmp_path)) == 0
-    saved = json.loads((tmp_path / f"train-digits-{method}.json").read_text())
+def test_train_accepts_keywords_of_every_method(run, capsys, method, settings, kinds):
+    words = f"train --workload digits --optimizer {method} --size smoke --steps 12 --threads 1 --set {settings}"
+    saved = run(words)[f"train-digits-{method}"]
     assert saved["settings"].items() >= parse_settings(settings.split()).items()
     assert len(saved["losses"]) == 12
     assert saved["losses"][-1] < saved["losses"][0] or kinds == ["window"]  # most of the few steps fill the window
@@ -105,47 +89,33 @@ def test_train_accepts_keywords_of_every_method(tmp_path, capsys, method, settin
     assert f"{saved['optimizer_bytes']:,}" in capsys.readouterr().out
 
 
-def test_train_names_the_workloads_that_have_a_recipe(tmp_path, data_dir, capsys):
-    words = ["train", "--workload", "chargpt", "--optimizer", "kfac_adaptive", "--size", "smoke", "--steps", "1"]
-    words += ["--data-dir", str(data_dir), "--out-dir", str(tmp_path)]
-    assert _run(*words) == 2
+def test_train_names_the_workloads_that_have_a_recipe(run, data_dir, capsys):
+    words = "train --workload chargpt --optimizer kfac_adaptive --size smoke --steps 1 --threads 1 --data-dir"
+    run(words, data_dir, status=2)
     assert "no recipe for chargpt, only for digits, autoencoder, poisson: take --no-recipe" in capsys.readouterr().err
-    assert _run(*words, "--no-recipe") == 0
+    run(words, data_dir, "--no-recipe")
 
 
-def test_train_evaluates_on_all_held_out_data_if_asked(tmp_path, data_dir, monkeypatch):
+def test_train_evaluates_on_all_held_out_data_if_asked(run, data_dir, monkeypatch):
     monkeypatch.setattr(cifar, "EVAL_EXAMPLES", 7)  # the made-up test set has 64 images
-    words = ["train", "--workload", "resnet20", "--optimizer", "sgd", "--size", "smoke", "--steps", "1"]
-    words += ["--data-dir", str(data_dir), "--out-dir", str(tmp_path)]
+    words = "train --workload resnet20 --optimizer sgd --size smoke --steps 1 --threads 1 --data-dir"
     for option, count in (([], 7), (["--evaluate"], 64)):
-        assert _run(*words, *option) == 0
-        hits = json.loads((tmp_path / "train-resnet20-sgd.json").read_text())["test accuracy"] * count
+        hits = run(words, data_dir, *option)["train-resnet20-sgd"]["test accuracy"] * count
         assert hits == pytest.approx(round(hits))
 
 
-def test_train_reports_divergence_by_its_status(tmp_path):
-    words = ["train", "--workload", "digits", "--optimizer", "sgd", "--size", "smoke", "--steps", "30"]
-    assert _run(*words, "--set", "lr=1e30", "--out-dir", str(tmp_path)) == 1
-    saved = json.loads((tmp_path / "train-digits-sgd.json").read_text())
-    assert saved["losses"][-1] is None
-    assert len(saved["losses"]) < 30
-
-
-def test_train_changes_fields_of_the_workload(tmp_path, data_dir, capsys):
-    words = ["train", "--workload", "unet", "--optimizer", "sgd", "--size", "smoke", "--steps", "2"]
-    words += ["--data-dir", str(data_dir), "--out-dir", str(tmp_path)]
-    losses = []
-    for change in ([], ["dice=0.5"]):
-        assert _run(*words, "--workload-set", *change) == 0
-        losses.append(json.loads((tmp_path / "train-unet-sgd.json").read_text())["losses"])
-    assert 0.2 < losses[1][0] - losses[0][0] < 0.5
-    assert _run(*words, "--workload-set", "rice=1") == 2
+def test_train_changes_fields_of_the_workload(run, data_dir, capsys):
+    words = "train --workload unet --optimizer sgd --size smoke --steps 2 --threads 1 --data-dir"
+    plain, dice = (
+        run(words, data_dir, "--workload-set", *change)["train-unet-sgd"]["losses"] for change in ([], ["dice=0.5"])
+    )
+    assert 0.2 < dice[0] - plain[0] < 0.5
+    run(words, data_dir, "--workload-set", "rice=1", status=2)
     assert "unet has no field rice, only data_dir, batch_size, width, levels, dice, crop" in capsys.readouterr().err
 
 
-def test_missing_data_is_one_line_and_status_2(tmp_path, capsys):
-    words = ["train", "--workload", "autoencoder", "--optimizer", "adamw", "--data-dir", str(tmp_path)]
-    assert _run(*words, "--out-dir", str(tmp_path)) == 2
+def test_missing_data_is_one_line_and_status_2(run, tmp_path, capsys):
+    run("train --workload autoencoder --optimizer adamw --data-dir", tmp_path, status=2)
     error = capsys.readouterr().err
     assert error.startswith("error: missing data:")
     assert "train-images-idx3-ubyte.gz" in error
@@ -160,11 +130,10 @@ def test_parse_settings():
 
 
 @pytest.mark.usefixtures("known_machine")
-def test_step_time(tmp_path, capsys):
-    words = ["measure", "step-time", "--workload", "digits", "--batch-size", "16", "--steps", "10"]
-    assert _run(*words, "--optimizers", "kfac", "ekfac", "hylo", "--out-dir", str(tmp_path)) == 0
+def test_step_time(run, capsys):
+    words = "measure step-time --workload digits --batch-size 16 --threads 1 --steps"
+    reference, *results = run(words, "10", "--optimizers", "kfac", "ekfac", "hylo")["step-time-digits"]["results"]
     assert "10/100" in capsys.readouterr().out
-    reference, *results = json.loads((tmp_path / "step-time-digits.json").read_text())["results"]
     ways = ["KFAC cholesky", "KFAC eigen", "EKFAC intra", "EKFAC running", "HyLo kis", "HyLo kid"]
     assert [result["label"] for result in results] == ways
     for result in results:
@@ -173,47 +142,37 @@ def test_step_time(tmp_path, capsys):
         assert counts == ({"plain": 9, "refresh": 1} if rows else {"plain": 5, "factor": 4, "refresh": 1})
         assert list(result["amortised"]) == (["10"] if rows else ["10/100", "1/10"])
         assert all(entry["floor"] > 1 for entry in result["amortised"].values())
-        assert result["peak_bytes"]["refresh"] > result["peak_bytes"]["plain"] > 0
     assert len(reference["times"]["plain"]) == 10 * len(results) // 3
-    words += ["--graft", "adam", "--optimizers", "sparse_mfac", "adamw", "kfac", "--inverse-method", "cholesky"]
-    assert _run(*words, "--no-memory", "--out-dir", str(tmp_path)) == 0
-    results = json.loads((tmp_path / "step-time-digits.json").read_text())["results"]
-    assert [result["label"] for result in results] == ["SGD", "sparse M-FAC", "AdamW", "KFAC cholesky"]
-
-
-def test_step_time_refuses_too_few_steps(capsys):
-    assert _run("measure", "step-time", "--workload", "digits", "--steps", "5") == 2
+    results = run(words, "10", "--optimizers", "sparse_mfac", "adamw")["step-time-digits"]["results"]
+    assert [result["label"] for result in results] == ["SGD", "sparse M-FAC", "AdamW"]
+    run(words, "5", status=2)
     assert "steps must be at least 10, got 5" in capsys.readouterr().err
 
 
-def test_swap(tmp_path, capsys):
-    words = ["measure", "swap", "--workload", "digits", "--out-dir", str(tmp_path)]
-    assert _run(*words) == 0
-    assert capsys.readouterr().out.count("PASS") == 2
-    outcomes = json.loads((tmp_path / "swap-smoke.json").read_text())["outcomes"]
-    assert [(o["base"], o["passed"]) for o in outcomes] == [("adamw", True), ("sgd", True)]
-    # Only the full size can test whether the loss of the others is lower.
-    for method in ("ekfac", "hylo", "mfac", "sparse_mfac", "ggt"):
-        assert _run(*words, "--method", method, "--steps", "12", "--tolerance", "10") == 0
-        saved = json.loads((tmp_path / f"swap-smoke-{method}.json").read_text())
-        assert [outcome["method"] for outcome in saved["outcomes"]] == [method] * 2
-        assert f"One changed line, {method}, smoke" in capsys.readouterr().out
+def test_spikes(run, capsys):
+    words = "measure spikes --workload digits --factor-update-steps 1 --inv-update-steps 3 --threads 1 --intervals"
+    results = run(words, "1")["spikes-digits"]["results"]
+    assert [row["way"] for row in results] == [*WAYS, *WAYS]
+    assert all(len(row["times"]) == 3 for row in results)
+    assert summary([1.0, 1.0, 4.0], [1.0, 0.5, 1.5]) == (1.0, 4.0, 4.0, 2.0)
+    run(words, "0", status=2)
+    assert "no step to time" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("workload", [pytest.param("autoencoder", marks=pytest.mark.slow), "resnet20", "chargpt"])
-def test_swap_on_made_up_data_of_the_real_format(workload, tmp_path, capsys):
-    words = ["measure", "swap", "--workload", workload, "--data-dir", str(tmp_path), "--out-dir", str(tmp_path)]
-    assert _run(*words) == 0
-    outcomes = json.loads((tmp_path / "swap-smoke.json").read_text())["outcomes"]
-    assert [outcome["passed"] for outcome in outcomes] == [True, True]
-
-
-def test_swap_makes_data_only_in_the_small_size(tmp_path, capsys):
-    words = ["measure", "swap", "--workload", "chargpt", "--base", "sgd", "--steps", "2", "--data-dir", str(tmp_path)]
-    assert _run(*words, "--tolerance", "1", "--out-dir", str(tmp_path)) == 0
-    assert "made-up data" in capsys.readouterr().out
-    assert _run(*words, "--size", "cpu", "--out-dir", str(tmp_path)) == 2
-    assert "missing data" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "workload", [pytest.param("autoencoder", marks=pytest.mark.slow), "digits", "resnet20", "chargpt"]
+)
+def test_swap(workload, run, tmp_path, capsys):
+    """The small size makes data up in the real format if there is none."""
+    words = f"measure swap --workload {workload} --threads 1 --data-dir"
+    outcomes = run(words, tmp_path)["swap-smoke"]["outcomes"]
+    assert [(outcome["base"], outcome["passed"]) for outcome in outcomes] == [("adamw", True), ("sgd", True)]
+    printed = capsys.readouterr().out
+    assert printed.count("PASS") == 2
+    if workload != "digits":
+        assert "made-up data" in printed
+        run(words, tmp_path, "--size", "cpu", status=2)
+        assert "missing data" in capsys.readouterr().err
 
 
 def test_swap_lines_are_those_of_the_readme():
@@ -222,19 +181,9 @@ def test_swap_lines_are_those_of_the_readme():
         readme = (ROOT / "README.md").read_text(encoding="utf-8")
         added = {_shape(code) for code in re.findall(r"^\+.*?=\s*(KFAC\(.*\))", readme, re.MULTILINE)}
         removed = {_shape(code) for code in re.findall(r"^-.*?=\s*(torch\.optim\.\w+\(.*\))", readme, re.MULTILINE)}
-        before, after = LINES[base], REPLACEMENTS["kfac"][base]
+        before, after = LINES[base], REPLACEMENTS[base]
         assert _shape(before) in removed
         assert _shape(after) in added
-
-
-def test_swap_lines_only_differ_in_class_window_damping_and_budget():
-    for method in REPLACEMENTS:
-        for base, line in REPLACEMENTS[method].items():
-            calls = [ast.parse(code, mode="eval").body for code in (line, REPLACEMENTS["kfac"][base])]
-            own, kfac = ({word.arg: ast.unparse(word.value) for word in call.keywords} for call in calls)
-            assert own.keys() - kfac.keys() <= {"window_size", "damping", "damping_mode"}
-            assert ("budget" in own) == (method == "kfac")
-            assert kfac.items() - {("budget", "2.0")} <= own.items()
 
 
 def _shape(code):

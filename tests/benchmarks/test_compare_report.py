@@ -307,11 +307,6 @@ def test_an_optimizer_has_the_same_color_in_every_picture(field, monkeypatch):
     assert drawn["losses"].axes[0].get_yscale() == "log"
 
 
-def test_long_labels_are_truncated_and_dollar_signs_are_escaped():
-    assert figures.escaped("Muon (Newton-Schulz, float32 iteration)") == "Muon (Newton-Schulz, fl…"
-    assert figures.escaped("a $b$") == r"a \$b\$"
-
-
 def test_the_terminal_shows_every_optimizer_and_table(field):
     out = io.StringIO()
     Console(file=out, width=200).print(tables.printed(field))

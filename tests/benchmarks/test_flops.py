@@ -21,9 +21,6 @@ def test_products_of_rows_agree_with_torchs_counter_and_lags_need_fewer():
     by_lags = 13 * 4 * 36 * 3**2  # 13 of 25 lags are not the negative of another one
     rest = counted_flops(lambda: torch.randn(8, 4 * 36) @ torch.randn(4 * 36, 8)) + _of_linear(4, 288, 5)
     assert factor_flops(model, lambda: model(torch.randn(4, 3, 6, 6))) == 2 * by_lags + rest
-    rows = 4 * 36 * 8 * 9 // 2 + 4 * (288 * 289 + 5 * 6) // 2
-    half = factor_flops(model, lambda: model(torch.randn(4, 3, 6, 6)), triangle=True)
-    assert half == 2 * (by_lags + rows)  # lags only cover one triangle in any case
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,10 @@
 """The command ``linalg``: errors for matrices with known eigenvectors and inverses, and a run at tiny size."""
 
-import json
 import math
 
 import pytest
 import torch
 
-from benchmarks.cli import main
 from benchmarks.commands.linalg import drifted, inversions, judge, judge_inverse, newton_schulz, updates
 
 
@@ -71,35 +69,31 @@ def test_every_inversion_is_better_than_none():
     assert max(found["cholesky"]["residual"], found["eigh"]["residual"]) < 1e-12
 
 
-def test_linalg_command(tmp_path, capsys):
-    words = ["measure", "linalg", "--sizes", "8", "24", "--trials", "2", "--threads", "1", "--out-dir", str(tmp_path)]
-    assert main(words) == 0
+def test_linalg_command(run, capsys):
+    found = run("measure linalg --sizes 8 24 --trials 2 --threads 1")["linalg"]
     printed = capsys.readouterr().out
-    found = json.loads((tmp_path / "linalg.json").read_text())
-    ways = {
+    for part, names in {
         "results": ("none", "eigh", "qr", "qr, 2 sweeps"),
         "inverses": ("none", "cholesky", "eigh", "newton", "newton, 2 rounds"),
-    }
-    for part, names in ways.items():
+        "polars": ("float32", "bfloat16"),
+    }.items():
         assert [(r["n"], r["update"]) for r in found[part]] == [(n, name) for n in (8, 24) for name in names]
         for result in found[part]:
             assert result["update"] in printed
             assert len(result["times"]) == 2
             assert result["speed"] is None if result["update"] == "none" else result["speed"] > 0
     assert "of which 5% is new" in printed
-    assert [(r["n"], r["update"]) for r in found["polars"]] == [
-        (n, p) for n in (8, 24) for p in ("float32", "bfloat16")
-    ]
     assert all(r["full"] < 1e-3 and r["low"] < 1e-3 for r in found["polars"])  # both are float32 at these sizes
+    for words, text in (
+        ("--drift 1.5", "drift must be from 0 to 1, got 1.5"),
+        ("--damping 0", "damping must be"),
+    ):
+        run(f"measure linalg {words}", status=2)
+        assert text in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        (("--drift", "1.5"), "drift must be from 0 to 1, got 1.5"),
-        (("--damping", "0"), "damping must be positive, got 0.0"),
-    ],
-)
-def test_linalg_refuses_invalid_options(words, text, capsys):
-    assert main(["measure", "linalg", *words]) == 2
-    assert text in capsys.readouterr().err
+def test_kernel_measures_kernel_and_projection(run, capsys):
+    (result,) = run("measure kernel --ranks 8 --layers 6 4 --trials 1 --threads 1")["kernel"]["results"]
+    assert "6 × 4" in capsys.readouterr().out
+    assert (result["rank"], result["d_i"], result["d_o"]) == (8, 6, 4)
+    assert min(result["kernel_seconds"], result["kernel_ratio"], result["projection_ratio"]) > 0

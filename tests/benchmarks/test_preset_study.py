@@ -56,21 +56,6 @@ def test_runs_of_the_same_optimizer_are_shared_and_kept(data_dir, tmp_path, trai
     assert not trainers
 
 
-def test_an_optimizer_that_fails_does_not_stop_the_study(data_dir, tmp_path, monkeypatch):
-    class Failing(Trainer):
-        def __init__(self, label, *args):
-            if label == "AdamW":
-                raise RuntimeError("no memory")
-            super().__init__(label, *args)
-
-    monkeypatch.setattr(presets, "Trainer", Failing)
-    study = Presets(choices=("HyLo",), size="smoke", share=0.05, seeds=1, data_dir=data_dir, out_dir=tmp_path)
-    assert study.run() == 1
-    (row,) = json.loads((tmp_path / "presets.json").read_text())["rows"]
-    assert (row["replaces"], row["before"]["loss"]) == ("AdamW", None)
-    assert row["after"]["loss"] > 0
-
-
 def test_the_preset_uses_the_rate_of_adam(data_dir, tmp_path, trainers):
     study(data_dir, tmp_path, "from_adam")
     rate = METHODS["adamw"].settings("autoencoder")["lr"]

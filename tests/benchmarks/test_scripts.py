@@ -6,22 +6,18 @@ import math
 import pytest
 import torch
 
-from benchmarks.cli import main
-from benchmarks.commands.scripts import LINES, compare, figures
+from benchmarks.commands.swap import BUDGETS, compare, figures
 from benchmarks.runner import History
 from benchmarks.scripts import SCRIPTS, Data
 
 pytestmark = pytest.mark.filterwarnings("ignore:KFAC. of factors with more than 2048 rows:UserWarning")
 
 
-def test_there_are_twenty_scripts():
-    assert len(SCRIPTS) == 20
-
-
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_trains(name, data_dir):
+    assert len(SCRIPTS) == 20
     line = "KFAC, budget 2"
-    found = compare(SCRIPTS[name], Data(data_dir, data_dir), {line: LINES[line]}, steps=2)
+    found = compare(SCRIPTS[name], Data(data_dir, data_dir), {line: BUDGETS[line]}, steps=2)
     row = found["lines"][line]
     assert found["steps"] == 2
     assert row["cost"] > 0
@@ -56,34 +52,21 @@ def test_costs_and_losses_are_relative_to_adamw():
     assert figures(before, before)["steps_that_fit"] == 4
 
 
-def test_the_command(tmp_path, capsys):
+def test_the_command(run, tmp_path, capsys):
     lines = "KFAC, budget 2", "torch.optim.SGD(model.parameters(), lr=LR)"
-    words = ["measure", "scripts", "--size", "smoke", "--data-dir", str(tmp_path), "--out-dir", str(tmp_path)]
-    assert main([*words, "--only", "tabular", "--lines", *lines]) == 0
+    words = ["--data-dir", tmp_path, "--only", "tabular", "--lines", *lines]
+    saved = run("measure scripts --size smoke", *words)["scripts-smoke"]
     assert "made-up data" in capsys.readouterr().out
-    saved = json.loads((tmp_path / "scripts-smoke.json").read_text())
     assert str(tmp_path) not in json.dumps(saved)
-    assert saved["lines"]["KFAC, budget 2"] == LINES["KFAC, budget 2"]
+    assert saved["lines"]["KFAC, budget 2"] == BUDGETS["KFAC, budget 2"]
     totals, table = saved["tables"]
-    assert totals["columns"] == [
-        "line", "lower at equal steps", "lower at equal seconds", "median cost", "largest cost",
-    ]  # fmt: skip
-    assert table["columns"] == [
-        "script", "steps", "optimizer", "cost", "median step", "AdamW's loss", "equal steps", "equal seconds",
-    ]  # fmt: skip
     assert [row[:3] for row in table["rows"]] == [["tabular", "4", line] for line in lines]
     assert [row[0] for row in totals["rows"]] == list(lines)
-
-
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        (["--only", "mlp", "poems"], "there is no script poems"),
-        (["--length", "0"], "length must be positive"),
-        (["--only", "tabular", "--length", "0.01", "--lines", "KFAC(net)"], "does not build an optimizer: name 'net'"),
-        (["--only", "mlp", "--length", "0.01"], "missing data"),
-    ],
-)
-def test_invalid_options_are_errors_of_one_line(words, why, tmp_path, capsys):
-    assert main(["measure", "scripts", "--data-dir", str(tmp_path), "--out-dir", str(tmp_path), *words]) == 2
-    assert why in capsys.readouterr().err
+    for words, why in [
+        ("--only mlp poems", "there is no script poems"),
+        ("--length 0", "length must be positive"),
+        ("--only tabular --length 0.01 --lines KFAC(net)", "does not build an optimizer: name 'net'"),
+        ("--only mlp --length 0.01", "missing data"),
+    ]:
+        run(f"measure scripts {words} --data-dir", tmp_path, status=2)
+        assert why in capsys.readouterr().err

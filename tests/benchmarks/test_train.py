@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -174,34 +173,6 @@ def test_a_run_that_diverges_keeps_its_last_good_checkpoint(tmp_path):
     assert len(rows) < 9
     saved = torch.load(tmp_path / "train-digits-sgd.pt", weights_only=True)["trainer"]
     assert saved["drawn"] == len(rows) - 1
-
-
-def test_tensorboard_gets_loss_and_metric(tmp_path, monkeypatch, capsys):
-    calls = []
-
-    class Writer:
-        def __init__(self, folder, purge_step):
-            calls.append((Path(folder).relative_to(tmp_path), purge_step))
-
-        def add_scalar(self, name, value, step):
-            calls.append((name, step))
-
-        def close(self):
-            calls.append("closed")
-
-    words = ("--optimizer", "sgd", "--tensorboard")
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    assert _run(tmp_path, *words) == 2
-    assert "--tensorboard needs the package: pip install tensorboard" in capsys.readouterr().err
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
-    words = ("--optimizer", "sgd", "--evaluate-every", "2", "--checkpoint-every", "2", "--tensorboard")
-    assert _run(tmp_path, *words, "--steps", "2") == 0
-    steps = [("loss", 1), ("lr", 1), ("loss", 2), ("lr", 2), ("test accuracy", 2)]
-    assert calls == [(Path("tensorboard/train-digits-sgd"), None), *steps, "closed"]
-    calls.clear()
-    assert _run(tmp_path, *words, "--steps", "3", "--resume", "auto") == 0
-    assert calls[0][1] == 3  # later values of an earlier run are removed
-    assert calls[1:-1] == [("loss", 3), ("lr", 3)]
 
 
 def test_invalid_arguments_are_errors_of_one_line(tmp_path, capsys):
