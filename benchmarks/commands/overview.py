@@ -24,7 +24,6 @@ from benchmarks.compare.tables import markdown_table, plain, reach_rows, result_
 from benchmarks.compare.wording import NOTHING, number, seconds, share
 from benchmarks.report import Table
 
-_NONE = (NOTHING,) * 4
 _FEW = 6  # maximum number of rows in a short table
 _PRESETS: Mapping[str, Mapping[str, str]] = {
     "autoencoder": {"kfac_adaptive": "large_batch"},
@@ -162,11 +161,9 @@ def _best(results: Results) -> tuple[str, ...]:
     name = f"{results['workload']} ({results['size']}){', made-up data' * bool(results.get('made_up_data'))}"
     aim = results["share_target"]
     target = statistics.target_of(results, statistics.best_first(results))
-    if target is None:
-        return (name, NOTHING, NOTHING, *_NONE, f"{aim:g}", "no reference", NOTHING, NOTHING)
-    best = statistics.best_of_ours(results, target)
-    if best is None:
-        return (name, target.label, number(target.loss), *_NONE, f"{aim:g}", "none of ours", NOTHING, NOTHING)
+    best = statistics.best_of_ours(results, target) if target else None
+    if target is None or best is None:
+        return (name, *(NOTHING,) * 10)
     return (
         name,
         target.label,

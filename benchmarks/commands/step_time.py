@@ -7,7 +7,7 @@ of a step. The command ``window`` compares them with a lower bound.
 """
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 
@@ -24,10 +24,8 @@ from benchmarks.report import Table, value
 from benchmarks.runner import optimizer_bytes, trainer_of
 from benchmarks.timing import (
     MEASURED,
-    REPORTED,
     ROWS_REFRESHED,
     Contender,
-    Intervals,
     StepClass,
     Work,
     measure,
@@ -38,34 +36,20 @@ from benchmarks.workloads import Workload, WorkloadName
 from benchmarks.workloads.random_data import random_workload
 from secondorder import EKFAC, KFAC, SecondOrderOptimizer
 
-
-@dataclass(frozen=True)
-class _Family:
-    """The variants of a method with several classes of steps."""
-
-    recipe: MethodName
-    """Optimizer whose recipe is used."""
-    keyword: Literal["inverse_method", "estimator", "mode"]
-    """Keyword that distinguishes the variants."""
-    schemes: tuple[str, ...]
-    """Values of the keyword."""
-    intervals: Settings
-    """Keywords of the timed run."""
-    measured: Intervals = MEASURED
-    reported: tuple[Intervals, ...] = REPORTED
-
-
 # No sampling of examples or positions, because the lower bounds count all of them.
-_INTERVALS: Settings = {"factor_update_steps": MEASURED.factor, "inv_update_steps": MEASURED.refresh}
-_FACTORED: Settings = {**_INTERVALS, "factor_batch_size": None, "factor_positions": None}
-# Other recipes of EKFAC apply momentum before preconditioning, which is not compatible with grafting.
-_FAMILIES: dict[MethodName, _Family] = {
-    "kfac": _Family("kfac", "inverse_method", ("cholesky", "eigen"), _FACTORED),
-    "ekfac": _Family("ekfac_natural", "estimator", ("intra", "running"), _FACTORED),
-    "hylo": _Family(
-        "hylo", "mode", ("kis", "kid"), {"update_steps": ROWS_REFRESHED.refresh}, ROWS_REFRESHED, (ROWS_REFRESHED,)
-    ),
+_FACTORED: Settings = {
+    "factor_update_steps": MEASURED.factor,
+    "inv_update_steps": MEASURED.refresh,
+    "factor_batch_size": None,
+    "factor_positions": None,
 }
+# Other recipes of EKFAC apply momentum before preconditioning, which is not compatible with grafting.
+_VARIANTS: dict[MethodName, tuple[MethodName, str, tuple[str, str], Settings]] = {
+    "kfac": ("kfac", "inverse_method", ("cholesky", "eigen"), _FACTORED),
+    "ekfac": ("ekfac_natural", "estimator", ("intra", "running"), _FACTORED),
+    "hylo": ("hylo", "mode", ("kis", "kid"), {"update_steps": ROWS_REFRESHED.refresh}),
+}
+"""Methods with several classes of steps: their recipes, a keyword with its values, and settings of the timed run."""
 
 
 @dataclass
@@ -121,7 +105,7 @@ class StepTime(OnWorkload):
     def _contenders(self, workload: Workload) -> tuple[Contender, list[Contender]]:
         contenders = []
         for name in self.optimizers:
-            if name in _FAMILIES:
+            if name in _VARIANTS:
                 contenders += self._family(workload, name)
             elif name in WINDOW_METHODS:
                 # Random rows give useless directions, so the weights must not change.
@@ -132,12 +116,14 @@ class StepTime(OnWorkload):
         return self._contender(workload, "sgd", {}), contenders
 
     def _family(self, workload: Workload, name: MethodName) -> list[Contender]:
-        family = _FAMILIES[name]
+        recipe, keyword, values, settings = _VARIANTS[name]
         found = []
-        for scheme in family.schemes:
-            changes = {"graft": None, **family.intervals, family.keyword: scheme}
-            contender = self._contender(workload, family.recipe, changes, f"{METHODS[name].label} {scheme}")
-            found.append(replace(contender, scheme=scheme, measured=family.measured, reported=family.reported))
+        for scheme in values:
+            changes = {"graft": None, **settings, keyword: scheme}
+            contender = self._contender(workload, recipe, changes, f"{METHODS[name].label} {scheme}")
+            found.append(replace(contender, scheme=scheme))
+        if name == "hylo":
+            found = [replace(own, measured=ROWS_REFRESHED, reported=(ROWS_REFRESHED,)) for own in found]
         return found
 
     def _contender(self, workload: Workload, name: str, changes: Settings, label: str | None = None) -> Contender:

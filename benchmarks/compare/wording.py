@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from benchmarks.compare import statistics
 from benchmarks.compare.runs import find
-from benchmarks.compare.statistics import Reach, Results, Run, Spread, Target
+from benchmarks.compare.statistics import Results, Run, Spread, Target
 from benchmarks.recipes.tuned import TUNED
 
 NOTHING = "–"
@@ -39,13 +39,17 @@ def joined(words: Sequence[str]) -> str:
 
 def summary(results: Results) -> list[str]:
     targets = statistics.targets(results)
-    first = targets[0] if targets and targets[0].optimizer == statistics.best_first(results) else None
-    if first is None:
-        sentences = ["No first-order optimizer has a full run that finished, so there is no reference yet."]
-    else:
-        sentences = [_reference(results, first), *_verdict(results, first)]
-    sentences += [sentence for target in targets if target is not first for sentence in _second(results, target)]
-    return [*sentences, *_broken(results)]
+    if not targets:
+        return [
+            "No first-order optimizer has a full run that finished, so there is no reference yet.",
+            _broken(results),
+        ]
+    first, *others = targets
+    sentences = [_reference(results, first), _passage(results, first), _verdict(results, first)]
+    for target in others:
+        ended = f"{target.label} ended at {number(target.loss)} ({seconds(target.seconds)} s)."
+        sentences += [ended, _passage(results, target)]
+    return [*sentences, _broken(results)]
 
 
 def _reference(results: Results, target: Target) -> str:
@@ -58,54 +62,38 @@ def _reference(results: Results, target: Target) -> str:
     )
 
 
-def _verdict(results: Results, target: Target) -> list[str]:
-    share_of_steps, best = results["share_target"], statistics.best_of_ours(results, target)
+def _passage(results: Results, target: Target) -> str:
+    best = statistics.best_of_ours(results, target)
     if best is None:
-        return ["No method of this package took part."]
-    aim = f"The target of {share_of_steps:g} of the steps is"
+        return "No method of this package took part."
     if not best.reached:
-        return [f"None of our methods reached that loss{_nearest(best)}.", f"{aim} missed."]
-    why = "" if best.everywhere else ", because every seed has to reach the loss"
-    count = len({run["optimizer"] for run in statistics.select(results, "final") if run["ours"]})
-    head = "Of our methods" if count <= 1 else f"Of our {count} methods"
-    return [f"{head}, {_passage(best, target)}.", f"{aim} {verdict(best.met(share_of_steps))}{why}."]
+        return f"None of our methods reached that loss; the nearest, {best.label}, ended at {number(best.loss)}."
+    how = "in runs with a short schedule" if best.phase == "short" else "within full runs"
+    return (
+        f"Of our methods, {best.label} is the best: it reached that loss in {share(best.steps_share)} of "
+        f"{target.label}'s steps and {share(best.seconds_share)} of the seconds in which {target.label} gets there "
+        f"itself, {how} ({best.reached} of {_seeds(best.seeds)})."
+    )
+
+
+def _verdict(results: Results, target: Target) -> str:
+    best, aim = statistics.best_of_ours(results, target), results["share_target"]
+    why = ", because every seed has to reach the loss" if best and 0 < best.reached < best.seeds else ""
+    return f"The target of {aim:g} of the steps is {verdict(best is not None and best.met(aim))}{why}."
 
 
 def verdict(met: bool) -> str:
     return "met" if met else "missed"
 
 
-def _nearest(best: Reach) -> str:
-    if best.loss is None:
-        return f": no run of {best.label} finished"
-    return f"; the nearest, {best.label}, ended at {number(best.loss)}"
-
-
-def _passage(best: Reach, target: Target) -> str:
-    how = "in runs with a short schedule" if best.phase == "short" else "within full runs"
-    return (
-        f"{best.label} is the best: it reached that loss in {share(best.steps_share)} of {target.label}'s steps and "
-        f"{share(best.seconds_share)} of the seconds in which {target.label} gets there itself, {how} "
-        f"({best.reached} of {_seeds(best.seeds)})"
-    )
-
-
-def _second(results: Results, target: Target) -> list[str]:
-    best = statistics.best_of_ours(results, target)
-    head = f"{target.label} ended at {number(target.loss)} ({seconds(target.seconds)} s)"
-    if best is None or not best.reached:
-        return [f"{head}, a loss that none of our methods reached{_nearest(best) if best else ''}."]
-    return [f"{head}. For this loss, {_passage(best, target)}."]
-
-
-def _broken(results: Results) -> list[str]:
+def _broken(results: Results) -> str:
     """Return a sentence with the number of runs of all phases that did not finish, by optimizer."""
     broken = statistics.unfinished(results)
     if not broken:
-        return [f"All {len(results['runs'])} runs finished."]
+        return f"All {len(results['runs'])} runs finished."
     labels = [run["label"] for run, _ in broken]
     counts = [f"{label} {labels.count(label)}" for label in dict.fromkeys(labels)]
-    return [f"{len(broken)} of {len(results['runs'])} runs did not finish: {', '.join(counts)}."]
+    return f"{len(broken)} of {len(results['runs'])} runs did not finish: {', '.join(counts)}."
 
 
 def fairness(results: Results) -> list[str]:
