@@ -16,7 +16,6 @@ from matplotlib.axes import Axes
 
 from benchmarks import evidence, report
 from benchmarks.checkpoints import Pause
-from benchmarks.commands.window import kept
 from benchmarks.compare.runs import find, recipe_on
 from benchmarks.evidence import Cells, Figures, Repeated, Shown, attempted, over_seeds, train_and_evaluate
 from benchmarks.plot import OPTIMIZERS, Panel, Row, look, plot_rows
@@ -121,12 +120,8 @@ class Density(Repeated):
 def _kept_share(sizes: Sequence[int], settings: Settings) -> float:
     rule = window_keywords(settings)["compression"]
     assert isinstance(rule, TopK)
-    if rule.density >= 1:
-        return 1.0
-    entries = 0
-    for size in sizes:
-        whole, rest = divmod(size, rule.block_size)
-        entries += whole * kept(rule.block_size, rule) + (kept(rest, rule) if rest else 0)
+    whole, rests = zip(*(divmod(size, rule.block_size) for size in sizes), strict=True)
+    entries: int = sum(whole) * rule.kept(rule.block_size) + sum(rule.kept(rest) for rest in rests if rest)
     return entries / sum(sizes)
 
 

@@ -56,12 +56,6 @@ def count(shapes: Sequence[Shape]) -> int:
     return sum(math.prod(shape) for shape in shapes)
 
 
-def kept(length: int, top_k: TopK) -> int:
-    if length == top_k.block_size >= 64:
-        return min(length, max(8, 8 * round(top_k.density * length / 8)))
-    return max(1, math.ceil(top_k.density * length))
-
-
 StorageName = Literal["dense", "dense-bf16", "topk", "topk-bf16", "topk-bf16-4bit", "lowrank", "topk-triton"]
 
 STORAGES: dict[StorageName, Settings] = {

@@ -1,33 +1,18 @@
 """The command ``window``: shapes, bytes by hand, full windows, and a run at tiny size."""
 
-import math
-
 import pytest
 import torch
 from torch import nn
 
-from benchmarks.commands.window import ANYWHERE, STORAGES, count, kept, shapes_of
+from benchmarks.commands.window import ANYWHERE, STORAGES, count, shapes_of
 from benchmarks.filling import dense_rows, fill_windows
 from benchmarks.recipes.building import window_keywords
 from secondorder import MFAC, LowRank, SparseMFAC, TopK
 from tests.support.building import built
 from tests.support.grid import each
+from tests.support.window import gram, ring
 
 SHAPES = [(100, 50), (3,), (700,), (8, 4, 3, 3), (512,)]
-
-
-def test_kept_entries_of_a_block_by_hand():
-    for length, keywords, k in [
-        (4096, {}, 40),  # 40.96, rounded to a multiple of 8
-        (512, {"block_size": 512}, 8),  # 5.12, but at least 8
-        (4096, {"density": 0.5}, 2048),
-        (4096, {"density": 1.0}, 4096),
-        (64, {"block_size": 64, "density": 0.99}, 64),
-        (32, {"block_size": 32}, 1),  # rounded up in a small block
-        (3000, {}, 30),  # a short last block
-        (7, {}, 1),
-    ]:
-        assert kept(length, TopK(**keywords)) == k
 
 
 @pytest.mark.parametrize("size", ["autoencoder", "large", "resnet50"])
@@ -80,8 +65,8 @@ def test_steps_use_a_filled_window(storage, partition):
     state = optimizer.state_dict()["state"]
     units = [range(len(SHAPES))] if partition == "global" else [[i] for i in range(len(SHAPES))]
     for unit in units:
-        stored = sum(_gram(state[i], SHAPES[i]) for i in unit)
-        kept = _unpacked(state[unit[0]]["gram"], rows)
+        found = ring(optimizer, params, unit, 512)
+        stored, kept = found @ found.T, gram(state[unit[0]])
         torch.testing.assert_close(kept[0], stored[0], rtol=1e-4, atol=1e-6)
         assert int(state[unit[0]]["count"]) == rows + 1
         assert int(state[unit[0]]["pos"]) == 1
@@ -91,39 +76,6 @@ def test_steps_use_a_filled_window(storage, partition):
         for key in ("window_idx", "tail_idx"):
             if key in state[i]:
                 assert (state[i][key].diff(dim=-1) > 0).all()
-
-
-def _unpacked(packed, rows):
-    full = torch.zeros(rows, rows, dtype=torch.float64)
-    row, column = torch.tril_indices(rows, rows)
-    full[row, column] = full[column, row] = packed
-    return full
-
-
-def _gram(state, shape):
-    rows = _rows(state, shape)
-    return rows @ rows.T
-
-
-def _rows(state, shape):
-    """The window of one parameter as a dense float64 matrix, from its state."""
-    numel = math.prod(shape)
-    if "window" in state:
-        return state["window"].flatten(1).double()
-    if "window_p" in state:
-        return (state["window_p"].mT.double() @ state["window_q"].double()).flatten(1)
-    parts, start = [], 0
-    for name, size in (("window", 512), ("tail", numel % 512)):
-        if f"{name}_val" not in state:
-            continue
-        values = state[f"{name}_val"].double()
-        if f"{name}_idx" in state:
-            dense = torch.zeros(*values.shape[:2], size, dtype=torch.float64)
-            values = dense.scatter(2, state[f"{name}_idx"].long(), values)
-        parts.append(values.transpose(0, 1).flatten(1))
-        start += parts[-1].shape[1]
-    assert start == numel
-    return torch.cat(parts, 1)
 
 
 def test_an_optimizer_without_a_window_cannot_be_filled():
