@@ -18,12 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-_CUBIC = ("_linalg_eigh", "linalg_cholesky_ex", "cholesky_inverse", "_linalg_solve_ex", "linalg_qr")
-"""Factorizations, which torch counts as 0 FLOPs. They count as n³ here."""
-_PRODUCTS = {"addmm_": 1, "baddbmm_": 1, "addmv_": 1, "addmv": 1, "mv": 0, "dot": 0, "vdot": 0}
-"""Products that torch does not count, with the index of their first operand. Other operators count as 0 FLOPs."""
-_SOLVES = {"linalg_solve_triangular": (0, 1), "cholesky_solve": (1, 2)}
-"""Solves with a given factor: the index of the factor, and the FLOPs per n² and right-hand side."""
+from secondorder.plan.tally import cost_of
 
 
 @dataclass(frozen=True)
@@ -31,11 +26,11 @@ class Counts:
     """Counts of one step."""
 
     operators: int
-    """Calls of torch's operators, without views."""
+    """Calls of torch's operators, without views and allocations."""
     flops: int
-    """FLOPs of products, convolutions, factorizations and solves with factors."""
+    """FLOPs of products of matrices, convolutions, factorizations and solves."""
     moved: int
-    """Bytes of all arguments and results, which are the bytes read and written without a cache."""
+    """Bytes read and written without a cache."""
     allocated: int
     """Bytes of new tensors."""
     tensors: int
@@ -49,44 +44,27 @@ class Counts:
 class _Counter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.operators = self.moved = self.allocated = self.tensors = self.flops = 0
+        self.operators = self.moved = self.allocated = self.tensors = 0
+        self.flops = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-        known = {x.untyped_storage().data_ptr() for x in given}
-        fresh = [x for x in made if x.untyped_storage().data_ptr() not in known]
-        # A view moves no data: its result shares the memory of an argument, which does not change.
-        if made and not fresh and not func._schema.is_mutable:
-            return out
-        self.operators += 1
-        self.moved += sum(x.nbytes for x in (*given, *made))
+        cost = cost_of(func, args, kwargs or {}, out)
+        known = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        fresh = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in known]
+        self.operators += cost.kind != "view"
+        self.moved += cost.nbytes
+        self.flops += cost.flops
         self.allocated += sum(x.untyped_storage().nbytes() for x in fresh)
         self.tensors += len(fresh)
-        self.flops += _uncounted_flops(func.overloadpacket.__name__, given)
         return out
 
 
-def _uncounted_flops(name: str, given: list[Tensor]) -> int:
-    """Return the FLOPs of an operator that torch's own counter does not know."""
-    if name in _CUBIC:
-        return given[0].shape[:-2].numel() * int(given[0].shape[-1]) ** 3
-    if name in _PRODUCTS:
-        left, right = given[_PRODUCTS[name]], given[_PRODUCTS[name] + 1]
-        return 2 * left.numel() * (int(right.shape[-1]) if right.dim() > 1 else 1)
-    if name in _SOLVES:
-        place, times = _SOLVES[name]
-        return times * given[1 - place].numel() * int(given[place].shape[-1])
-    return 0
-
-
 def count(step: Callable[[], object]) -> Counts:
-    with FlopCounterMode(display=False) as products, _Counter() as counter:
+    """Count the operators of a function, with the costs by which ``secondorder.estimate`` predicts times."""
+    with _Counter() as found:
         step()
-    return Counts(
-        counter.operators, products.get_total_flops() + counter.flops, counter.moved, counter.allocated, counter.tensors
-    )
+    return Counts(found.operators, round(found.flops), found.moved, found.allocated, found.tensors)
 
 
 def graph_breaks(model: nn.Module, batch: tuple[Tensor, ...]) -> int:

@@ -52,16 +52,13 @@ def counted(baseline, tmp_path, monkeypatch):
 def test_products_by_hand():
     a, b, out = torch.randn(3, 4), torch.randn(4, 5), torch.randn(3, 5)
     spd = a @ a.T + torch.eye(3)
-    vector, lower = torch.randn(4), torch.linalg.cholesky(spd)
+    lower = torch.linalg.cholesky(spd)
     for work, flops in [
         (lambda: a @ b, 2 * 3 * 4 * 5),
-        (lambda: torch.linalg.eigh(spd), 27),
-        (lambda: torch.linalg.cholesky_ex(spd), 27),
-        (lambda: a @ vector, 2 * 12),
-        (lambda: out[:, 0].addmv(a, vector), 2 * 12),
-        (lambda: vector @ vector, 2 * 4),
+        (lambda: torch.linalg.eigh(spd), 9 * 27),
+        (lambda: torch.linalg.cholesky_ex(spd), 27 / 3),
         (lambda: torch.linalg.solve_triangular(lower, out, upper=False), 9 * 5),
-        (lambda: torch.cholesky_solve(out, lower), 2 * 9 * 5),
+        (lambda: torch.cholesky_solve(out, lower), 9 * 5),
     ]:
         assert count(work).flops == flops
     found = count(lambda: out.addmm_(a, b))
