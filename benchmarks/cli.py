@@ -25,8 +25,7 @@ from benchmarks.commands.regress import Regress
 from benchmarks.commands.robustness import Robustness
 from benchmarks.commands.scaling import Scaling
 from benchmarks.commands.seconds import Seconds
-from benchmarks.commands.spikes import Spikes
-from benchmarks.commands.step_time import StepTime
+from benchmarks.commands.step_time import Spikes, StepTime
 from benchmarks.commands.swap import Scripts, Swap
 from benchmarks.commands.train import Train
 from benchmarks.commands.window import Window

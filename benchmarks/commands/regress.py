@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 import secondorder
 from benchmarks import report
 from benchmarks.commands.options import Output
+from benchmarks.commands.step_time import Intervals, StepClass
 from benchmarks.counting import Counts, count, graph_breaks
 from benchmarks.filling import fill_windows, windows_of
 from benchmarks.recipes.building import from_flat
 from benchmarks.report import Table
-from benchmarks.timing import Intervals, StepClass
 from secondorder.methods.names import METHODS, resolve
 
 BASELINE = Path(__file__).parent.parent / "baseline.json"

@@ -4,10 +4,19 @@ All optimizers take turns in one process, each with its own model, and every thi
 momentum, the reference. Ratios are those of medians and, because other load on the machine hardly affects them, also
 those of minima. The windows of window methods contain random rows from the start, because the rows determine the cost
 of a step. The command ``window`` compares them with a lower bound.
+
+A step of K-FAC or EK-FAC is plain, or it updates the factors, or it also refreshes the inverses. One short run times
+all three, and the mean weights them according to longer intervals. A step of HyLo is plain or a refresh.
+
+``spikes`` compares the slowest and the median step, with refreshes at once, spread over steps, in the background, or
+both. Its variants do not take turns, because the background work of one would slow down the steps of another. Each
+begins with an interval that is not timed. Then its steps are timed by the wall clock.
 """
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any, get_args
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -16,25 +25,130 @@ from benchmarks.commands.options import OnWorkload
 from benchmarks.compare.runs import find
 from benchmarks.counting import counted_flops, factor_flops
 from benchmarks.filling import fill_windows
-from benchmarks.machine import Rate, copy_gbytes, gemm_gflops
+from benchmarks.machine import Rate, copy_gbytes, gemm_gflops, no_collections
 from benchmarks.precision import Amp, moved
 from benchmarks.recipes import METHODS, WINDOW_METHODS
 from benchmarks.recipes.types import MethodName, Settings
 from benchmarks.report import Table, value
-from benchmarks.runner import optimizer_bytes, trainer_of
-from benchmarks.timing import (
-    MEASURED,
-    ROWS_REFRESHED,
-    Contender,
-    StepClass,
-    Work,
-    measure,
-    ratio,
-    summary,
-)
+from benchmarks.runner import Trainer, optimizer_bytes, trainer_of
 from benchmarks.workloads import Workload, WorkloadName
 from benchmarks.workloads.random_data import random_workload
 from secondorder import EKFAC, KFAC, SecondOrderOptimizer
+
+StepClass = Literal["plain", "factor", "refresh"]
+Times = dict[StepClass, list[float]]
+Statistic = Callable[[Sequence[float]], float]
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Steps between updates of the factors, and between refreshes, which is a multiple of the former."""
+
+    factor: int
+    refresh: int
+
+    @property
+    def name(self) -> str:
+        """Name in tables: ``10/100``, or ``10`` if both are the same."""
+        return f"{self.refresh}" if self.factor == self.refresh else f"{self.factor}/{self.refresh}"
+
+    def step_class(self, step: int) -> StepClass:
+        if step % self.refresh == 0:
+            return "refresh"
+        return "factor" if step % self.factor == 0 else "plain"
+
+    def weights(self) -> dict[StepClass, float]:
+        """Return the share of each class of steps in a long run: .90, .09 and .01 for 10/100."""
+        refresh = 1 / self.refresh
+        factor = 1 / self.factor - refresh
+        return {"plain": 1 - factor - refresh, "factor": factor, "refresh": refresh}
+
+    def amortise(self, values: dict[StepClass, float]) -> float:
+        return sum(weight * values[kind] for kind, weight in self.weights().items() if weight > 0)
+
+
+MEASURED = Intervals(2, 10)
+"""Intervals of the timed run, which are short, so that it has many steps of every class."""
+REPORTED = (Intervals(10, 100), Intervals(1, 10))
+ROWS_REFRESHED = Intervals(10, 10)
+"""Intervals of a method that keeps rows of examples, which every tenth step takes and refreshes by default."""
+
+
+def summary(times: Times, statistic: Statistic = statistics.median) -> dict[StepClass, float]:
+    return {kind: statistic(values) for kind, values in times.items()}
+
+
+def ratio(times: Times, intervals: Intervals, reference: Times, statistic: Statistic = statistics.median) -> float:
+    """Return the amortized step time, relative to plain steps of the reference."""
+    own = summary(times, statistic)
+    return (intervals.amortise(own) if len(own) > 1 else own["plain"]) / statistic(reference["plain"])
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs of a training step, and those that a method adds for the curvature of layers."""
+
+    training: float
+    precondition: float
+    factor: float = 0.0
+    """FLOPs of the products that compute the factors."""
+    refresh: float = 0.0
+    scale: float = 0.0
+    """FLOPs of EK-FAC's scale, which every step measures."""
+
+    def floor(self, intervals: Intervals) -> float:
+        """Return the minimum step time relative to plain training, if all FLOPs took the same time."""
+        return 1 + self.extra(intervals) / self.training
+
+    def extra(self, intervals: Intervals) -> float:
+        return self.precondition + self.scale + self.factor / intervals.factor + self.refresh / intervals.refresh
+
+
+REFERENCE_EVERY = 3
+
+
+@dataclass
+class Contender:
+    """One optimizer that is timed."""
+
+    trainer: Trainer
+    scheme: str | None = None
+    """How it inverts the curvature; None for a method whose steps all do the same work."""
+    measured: Intervals = MEASURED
+    """Intervals of the timed run."""
+    reported: tuple[Intervals, ...] = REPORTED
+    """Intervals to amortize over."""
+    times: Times = field(default_factory=dict)
+    """Seconds of the steps of each class."""
+    taken: int = 0
+
+    @property
+    def next_class(self) -> StepClass:
+        return self.measured.step_class(self.taken) if self.scheme else "plain"
+
+    def step(self, record: bool = True) -> None:
+        kind, seconds = self.next_class, self.trainer.step()
+        self.taken += 1
+        if record:
+            self.times.setdefault(kind, []).append(seconds)
+
+
+def measure(
+    reference: Contender, contenders: Sequence[Contender], steps: int, on_round: Callable[[], None] = lambda: None
+) -> None:
+    """Let the contenders take steps in turns, and the reference after every third of those."""
+    for contender in (reference, *contenders):
+        contender.step(record=False)
+    turns = 0
+    with no_collections():
+        for _ in range(steps):
+            for contender in contenders:
+                contender.step()
+                turns += 1
+                if turns % REFERENCE_EVERY == 0:
+                    reference.step()
+            on_round()
+
 
 # No sampling of examples or positions, because the lower bounds count all of them.
 _FACTORED: Settings = {
@@ -198,3 +312,79 @@ def _table(data: dict[str, Any]) -> Table:
         for name, entry in result["amortised"].items()
     ]
     return report.table_of(title, rows, columns, caption)
+
+
+WAYS: Mapping[str, Settings] = {
+    "at once": {},
+    "stagger": {"stagger": True},
+    "overlap": {"overlap": True},
+    "stagger, overlap": {"stagger": True, "overlap": True},
+}
+
+
+@dataclass
+class Spikes(OnWorkload):
+    """Compare the slowest step of K-FAC with the median one, for every way to spread refreshes."""
+
+    workload: WorkloadName = "autoencoder"
+    """Workload to train."""
+    inverse_methods: tuple[Literal["cholesky", "eigen"], ...] = ("cholesky", "eigen")
+    """KFAC's ways to invert factors."""
+    factor_update_steps: int = 10
+    """Steps between two updates of the factors."""
+    inv_update_steps: int = 100
+    """Steps between two refreshes."""
+    intervals: int = 2
+    """Number of timed intervals, after one that is not timed."""
+
+    def run(self) -> int:
+        if self.intervals < 1 or self.inv_update_steps < 1:
+            raise ValueError(f"there is no step to time in {self.intervals} intervals of {self.inv_update_steps}")
+        torch.set_num_threads(self.threads)
+        workload = self.make_workload()
+        asked: list[tuple[str, str, Settings]] = [
+            (method, way, {**changes, "inverse_method": method})
+            for method in self.inverse_methods
+            for way, changes in WAYS.items()
+        ]
+        reference = self._times(workload, "sgd", {})
+        intervals = {name: getattr(self, name) for name in ("factor_update_steps", "inv_update_steps")}
+        results = []
+        for method, way, changes in report.tracked(f"{self.workload}, batch {workload.batch_size}", asked):
+            times = self._times(workload, "kfac", {**intervals, "refresh_warmup": False, **changes})
+            results.append({"method": f"KFAC {method}", "way": way, "times": times})
+        data = {"workload": self.workload, "threads": self.threads, "sgd": reference, "results": results}
+        report.save(self.out_dir, f"spikes-{self.workload}", [_spike_table(data)], data)
+        return 0
+
+    def _times(self, workload: Workload, name: MethodName, changes: Settings) -> list[float]:
+        trainer = trainer_of(METHODS[name], workload, METHODS[name].settings(self.workload, changes), self.seed)
+        # All variants then have as many refreshes: an overlapping one takes effect a tenth of an interval later.
+        for _ in range(self.inv_update_steps + max(1, self.inv_update_steps // 10) + 1):
+            trainer.step()
+        with no_collections():
+            times = [trainer.step() for _ in range(self.intervals * self.inv_update_steps)]
+        if isinstance(trainer.optimizer, SecondOrderOptimizer):
+            trainer.optimizer.close()  # also ends background work
+        return times
+
+
+def slowest(times: list[float], reference: list[float]) -> tuple[float, float, float, float]:
+    median, worst = statistics.median(times), max(times)
+    return median, worst, worst / median, statistics.mean(times) / statistics.mean(reference)
+
+
+def _spike_table(data: Mapping[str, Any]) -> Table:
+    keys = ("median", "worst", "ratio", "mean")
+    rows = [{**row, **dict(zip(keys, slowest(row["times"], data["sgd"]), strict=True))} for row in data["results"]]
+    columns = {
+        "method": value("method"),
+        "refreshes": value("way"),
+        "median ms": value("median", ".0f", 1e3),
+        "worst ms": value("worst", ".0f", 1e3),
+        "worst / median": value("ratio", ".2f"),
+        "mean / SGD's mean": value("mean", ".2f"),
+    }
+    count = data["threads"]
+    title = f"{data['workload']}: wall-clock times of steps, {count} thread{'s' * (count > 1)}"
+    return report.table_of(title, rows, columns)

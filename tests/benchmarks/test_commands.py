@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.cli import Command, main
-from benchmarks.commands.spikes import WAYS, summary
+from benchmarks.commands.step_time import WAYS, slowest
 from benchmarks.commands.swap import LINES, REPLACEMENTS
 from benchmarks.machine import peak_bytes
 from benchmarks.recipes import METHODS
@@ -154,7 +154,7 @@ def test_spikes(run, capsys):
     results = run(words, "1")["spikes-digits"]["results"]
     assert [row["way"] for row in results] == [*WAYS, *WAYS]
     assert all(len(row["times"]) == 3 for row in results)
-    assert summary([1.0, 1.0, 4.0], [1.0, 0.5, 1.5]) == (1.0, 4.0, 4.0, 2.0)
+    assert slowest([1.0, 1.0, 4.0], [1.0, 0.5, 1.5]) == (1.0, 4.0, 4.0, 2.0)
     run(words, "0", status=2)
     assert "no step to time" in capsys.readouterr().err
 

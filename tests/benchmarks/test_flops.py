@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.commands.step_time import Intervals, Work
 from benchmarks.counting import counted_flops, factor_flops
-from benchmarks.timing import Intervals, Work
 from benchmarks.workloads import make_workload
 from secondorder import EKFAC, KFAC, HyLo
 from tests.support.building import built

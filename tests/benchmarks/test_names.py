@@ -1,10 +1,7 @@
 """Names of optimizers in other programs."""
 
-import json
-
 from torch import nn
 
-from benchmarks.cli import main
 from benchmarks.recipes import METHODS, find_method
 from secondorder import LocalFactors
 from secondorder.methods.names import ALIASES
@@ -21,26 +18,22 @@ def test_an_alias_replaces_settings_of_the_recipe():
     assert find_method("eigen").settings("digits") == rest
 
 
-def test_train_accepts_aliases_and_a_strategy(tmp_path):
-    words = ["train", "--workload", "digits", "--size", "smoke", "--steps", "3", "--threads", "1"]
-    for name, more in [
-        ("kis", ["--set", "update_steps=2"]),
-        ("kgmfac", ["--set", "window_size=4"]),
-        ("kfac", ["--comm", "mem_opt"]),
-    ]:
-        assert main([*words, "--optim", name, *more, "--out-dir", str(tmp_path)]) == 0
-        saved = json.loads((tmp_path / f"train-digits-{name}.json").read_text())
+TRAIN = "train --workload digits --size smoke --steps 3 --threads 1"
+
+
+def test_train_accepts_aliases_and_a_strategy(run):
+    for name, more in [("kis", "--set update_steps=2"), ("kgmfac", "--set window_size=4"), ("kfac", "--comm mem_opt")]:
+        saved = run(f"{TRAIN} --optim {name} {more}")[f"train-digits-{name}"]
         assert len(saved["losses"]) == 3
         assert [rank["rank"] for rank in saved["ranks"]] == [0]
     assert saved["settings"]["comm"] == "mem_opt"
     assert isinstance(find_method("eigen_dp").build(nn.Linear(3, 2), "digits").comm, LocalFactors)
 
 
-def test_a_bad_strategy_is_one_line_and_status_2(tmp_path, capsys):
+def test_a_bad_strategy_is_one_line_and_status_2(run, capsys):
     for name, comm, why in [
         ("sgd", "mem_opt", "sgd has no curvature to place"),
         ("kfac", "fast", "unknown strategy 'fast': choose from local, comm_opt"),
     ]:
-        words = ["--optimizer", name, "--comm", comm, "--out-dir", str(tmp_path)]
-        assert main(["train", "--workload", "digits", "--size", "smoke", *words]) == 2
+        run(f"{TRAIN} --optimizer {name} --comm {comm}", status=2)
         assert why in capsys.readouterr().err

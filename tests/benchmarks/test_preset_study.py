@@ -1,7 +1,5 @@
 """The study of presets: optimizers as users build them, shared runs, and failures in the table."""
 
-import json
-
 import pytest
 from torch import nn
 
@@ -30,14 +28,13 @@ def trainers(monkeypatch):
     return made
 
 
-def study(data_dir, tmp_path, *choices):
-    words = {"size": "smoke", "share": 0.05, "seeds": 2, "data_dir": data_dir, "out_dir": tmp_path}
-    assert Presets(choices=choices, **words).run() == 0
-    return json.loads((tmp_path / "presets.json").read_text())
+@pytest.fixture
+def presets_of(study):
+    return lambda *choices: study(Presets, choices=choices, share=0.05, seeds=2)
 
 
-def test_runs_of_the_same_optimizer_are_shared_and_kept(data_dir, tmp_path, trainers):
-    data = study(data_dir, tmp_path, "large_batch", "HyLo")
+def test_runs_of_the_same_optimizer_are_shared_and_kept(presets_of, trainers):
+    data = presets_of("large_batch", "HyLo")
     assert [label for label, _, _ in trainers] == ["AdamW", "large_batch"] * 2 + ["HyLo"] * 2
     assert [closure for _, _, closure in trainers] == [False, True] * 2 + [False] * 2
     large, hylo = data["rows"]
@@ -52,12 +49,12 @@ def test_runs_of_the_same_optimizer_are_shared_and_kept(data_dir, tmp_path, trai
     assert table["rows"][1][:4] == ["HyLo", "AdamW", "autoencoder", "10"]
     assert all(" -> " in row[column] for row in table["rows"] for column in (4, 6, 7, 8))
     trainers.clear()
-    assert study(data_dir, tmp_path, "large_batch", "HyLo")["rows"] == data["rows"]
+    assert presets_of("large_batch", "HyLo")["rows"] == data["rows"]
     assert not trainers
 
 
-def test_the_preset_uses_the_rate_of_adam(data_dir, tmp_path, trainers):
-    study(data_dir, tmp_path, "from_adam")
+def test_the_preset_uses_the_rate_of_adam(presets_of, trainers):
+    presets_of("from_adam")
     rate = METHODS["adamw"].settings("autoencoder")["lr"]
     (_, adam, _), (_, ours, closure) = trainers[:2]
     assert (type(adam).__name__, type(ours), closure) == ("Adam", KFAC, False)

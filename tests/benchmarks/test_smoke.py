@@ -47,13 +47,10 @@ def test_a_missing_file_of_the_user_is_not_replaced(tmp_path):
         pass
 
 
-def test_existing_data_is_used(data_dir, capsys):
+def test_existing_data_is_used_and_made_up_data_is_removed(data_dir, tmp_path, capsys):
     with found_or_made_up("chargpt", data_dir, "smoke") as found:
         assert found == (data_dir, False)
     assert capsys.readouterr().out == ""
-
-
-def test_made_up_data_is_removed_after_the_run(tmp_path):
     with found_or_made_up("chargpt", tmp_path, "smoke", talk=False) as (folder, made_up):
         assert made_up
         assert (folder / "shakespeare").is_dir()

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+from benchmarks.commands.step_time import MEASURED, REPORTED, ROWS_REFRESHED, Intervals, ratio
 from benchmarks.runner import History
-from benchmarks.timing import MEASURED, REPORTED, ROWS_REFRESHED, Intervals, ratio
 
 
 def test_weights_are_the_shares_of_the_classes():
