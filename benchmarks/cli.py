@@ -13,21 +13,19 @@ from benchmarks.commands.batch_size import BatchSize
 from benchmarks.commands.compare import Compare
 from benchmarks.commands.demo import Demo, Drawn
 from benchmarks.commands.density import Density
-from benchmarks.commands.estimates import Estimates
 from benchmarks.commands.fetch import Fetch
 from benchmarks.commands.length import Length
 from benchmarks.commands.linalg import Kernel, Linalg
-from benchmarks.commands.memory import Memory
 from benchmarks.commands.overview import Overview
-from benchmarks.commands.presets import Presets
+from benchmarks.commands.predictions import Estimates, Memory
 from benchmarks.commands.ranks import Ranks
 from benchmarks.commands.regress import Regress
-from benchmarks.commands.robustness import Robustness
 from benchmarks.commands.scaling import Scaling
 from benchmarks.commands.seconds import Seconds
 from benchmarks.commands.step_time import Spikes, StepTime
 from benchmarks.commands.swap import Scripts, Swap
 from benchmarks.commands.train import Train
+from benchmarks.commands.untuned import Presets, Robustness
 from benchmarks.commands.window import Window
 from benchmarks.peers import PeerMissingError
 from benchmarks.workloads import DataMissingError

@@ -1,1 +1,1 @@
-"""The commands of ``python -m benchmarks``, with one file per command."""
+"""The commands of ``python -m benchmarks``."""

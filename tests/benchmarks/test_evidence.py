@@ -8,13 +8,11 @@ import torch
 from matplotlib.figure import Figure
 
 from benchmarks import checkpoints, evidence
-from benchmarks.commands import batch_size, density, estimates
+from benchmarks.commands import batch_size, density, predictions
 from benchmarks.commands.batch_size import BatchSize
 from benchmarks.commands.density import PUBLISHED, Density
-from benchmarks.commands.estimates import Estimates
-from benchmarks.commands.memory import UNPLANNED, Memory, difference
-from benchmarks.commands.presets import Presets
-from benchmarks.commands.robustness import Robustness, _defaults, _judged
+from benchmarks.commands.predictions import UNPLANNED, Estimates, Memory, difference
+from benchmarks.commands.untuned import Presets, Robustness, _defaults, _judged
 from benchmarks.evidence import Cells, attempted, train_until
 from benchmarks.runner import Trainer
 from benchmarks.workloads import DataMissingError, make_workload
@@ -278,7 +276,7 @@ def test_estimates_that_are_far_off_are_marked():
         {"workload": "digits", "method": "ggt", "failed": None, "estimated": 0.7, "measured": 1.0},
         {"workload": "digits", "method": "mfac", "failed": "RuntimeError: no"},
     ]
-    table = estimates._table(rows, ("kfac", "ggt", "mfac", "hylo"), 0.25)
+    table = predictions._slowdown_table(rows, ("kfac", "ggt", "mfac", "hylo"), 0.25)
     assert list(table.rows[0][1:]) == ["1.20 / 1.00", "0.70 / 1.00 *", "failed", "–"]
     assert "1 of 2" in table.caption
 

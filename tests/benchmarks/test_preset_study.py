@@ -3,9 +3,9 @@
 import pytest
 from torch import nn
 
-from benchmarks.commands import presets
-from benchmarks.commands.presets import CHOICES, Presets, loss_after
+from benchmarks.commands import untuned
 from benchmarks.commands.swap import build
+from benchmarks.commands.untuned import CHOICES, Presets, loss_after
 from benchmarks.recipes import METHODS
 from benchmarks.runner import History, Trainer
 from secondorder import KFAC, AdaptationOptions, create
@@ -24,7 +24,7 @@ def trainers(monkeypatch):
             super().__init__(label, workload, make, seed, schedule, closure)
             made.append((label, self.optimizer, closure))
 
-    monkeypatch.setattr(presets, "Trainer", Seen)
+    monkeypatch.setattr(untuned, "Trainer", Seen)
     return made
 
 
@@ -90,6 +90,6 @@ def test_a_failure_is_in_the_table():
     run = {"failed": None, "diverged": False, "timed_loss": 3.0}
     run |= dict.fromkeys(("loss", "metric", "processor_seconds", "optimizer_bytes"), 2.0)
     for lost, why in (({**run, "diverged": True}, "diverged"), ({"failed": "ValueError: no"}, "failed")):
-        row = {"before": presets._medians([run]), "after": presets._medians([run, lost]), "metric": "accuracy"}
-        shown = {name: presets._COLUMNS[name](row) for name in ("loss", "loss in equal seconds", "held-out metric")}
+        row = {"before": untuned._medians([run]), "after": untuned._medians([run, lost]), "metric": "accuracy"}
+        shown = {name: untuned._COLUMNS[name](row) for name in ("loss", "loss in equal seconds", "held-out metric")}
         assert list(shown.values()) == [f"2.000 -> {why}", "–", "accuracy –"]

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from benchmarks.search import STEP, Axis, search
+from benchmarks.commands.seconds import STEP, Axis, search
 
 RATE, BETA = Axis(("lr", "plain_lr")), Axis(("beta",), (0.9, 0.99))
 
