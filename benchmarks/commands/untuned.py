@@ -30,7 +30,8 @@ from benchmarks.compare.wording import NOTHING, number, seconds
 from benchmarks.evidence import Cells, Figures, Identity, Repeated, Shown
 from benchmarks.plot import Row
 from benchmarks.recipes import METHODS, OWN
-from benchmarks.recipes.types import CONSTANT, Schedule, make_schedule
+from benchmarks.recipes.building import parse_settings
+from benchmarks.recipes.types import CONSTANT, Schedule, Settings, make_schedule
 from benchmarks.report import Table, value
 from benchmarks.runner import WINDOW, History, MakeOptimizer, Trainer, trainer_of
 from benchmarks.workloads import DataMissingError, Size, Workload, WorkloadName, make_workload
@@ -52,6 +53,8 @@ class Robustness(Repeated):
     """Workloads to train. Those whose data is missing are reported and left out."""
     optimizers: tuple[str, ...] = OWN
     """Optimizers to compare. AdamW is always included."""
+    set: tuple[str, ...] = ()
+    """Settings to try as defaults of our methods that accept them, such as graft=adam."""
     share: float | None = None
     """Share of each workload's steps. Default: all at size smoke, otherwise a third."""
     seeds: int = 1
@@ -98,24 +101,25 @@ class Robustness(Repeated):
 
     def _runs(self, cells: Cells, workload: Workload, name: str) -> list[Figures]:
         """Train one workload with one optimizer, once for each seed."""
+        settings = parse_settings(self.set) if find(name).ours else {}
         steps = max(WINDOW, round(self._share() * workload.steps[self.size]))
         runs = []
         for seed in self.seeds_to_run:
-            more = {"defaults": _defaults(name), "steps": steps, "seed": seed}
-            identity = self.about(workload, name, {}, **more)
-            runs.append(cells.run(identity, evidence.attempted(partial(_train, name, workload, seed, steps))))
+            more = {"defaults": _defaults(name, settings), "steps": steps, "seed": seed}
+            identity = self.about(workload, name, settings, **more)
+            runs.append(cells.run(identity, evidence.attempted(partial(_train, name, settings, workload, seed, steps))))
         return runs
 
 
-def _train(name: str, workload: Workload, seed: int, steps: int, pause: Pause) -> Figures:
-    trainer = trainer_of(find(name), workload, {}, seed)
+def _train(name: str, settings: Settings, workload: Workload, seed: int, steps: int, pause: Pause) -> Figures:
+    trainer = trainer_of(find(name), workload, settings, seed)
     return evidence.figures_of(trainer, evidence.train_until(trainer, steps, pause=pause))
 
 
-def _defaults(name: str) -> str | None:
+def _defaults(name: str, settings: Settings) -> str | None:
     """Return a hash of the defaults of a constructor, so that runs are repeated if the defaults change."""
     try:
-        optimizer = find(name).construct(nn.Linear(4, 3))
+        optimizer = find(name).construct(nn.Linear(4, 3), **settings)
     except (TypeError, ValueError, RuntimeError):
         return None  # a run will report the error
     kind: type = type(optimizer)

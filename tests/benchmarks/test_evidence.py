@@ -282,12 +282,14 @@ def test_estimates_that_are_far_off_are_marked():
 
 
 def test_a_default_that_changes_is_run_again(monkeypatch):
-    before = {name: _defaults(name) for name in ("adamw", "kfac", "sparse_mfac")}
+    before = {name: _defaults(name, {}) for name in ("adamw", "kfac", "sparse_mfac")}
     assert len(set(before.values())) == 3
-    assert before == {name: _defaults(name) for name in before}
+    assert before == {name: _defaults(name, {}) for name in before}
+    assert _defaults("kfac", {"lr": 0.3}) != before["kfac"]
+    assert _defaults("kfac", {"nonsense": 1}) is None
     construct = KFAC.__init__.__wrapped__
     monkeypatch.setattr(construct, "__kwdefaults__", {**construct.__kwdefaults__, "damping": 0.7})
-    assert _defaults("kfac") != before["kfac"]
+    assert _defaults("kfac", {}) != before["kfac"]
 
 
 def test_verdicts():
@@ -303,7 +305,10 @@ def test_failed_methods_are_named(study, capsys, monkeypatch):
         raise RuntimeError("out of luck")
 
     monkeypatch.setattr(KFAC, "step", refuse)
-    own = study(Robustness, share=0.4, workloads=("digits",), optimizers=("kfac",))["rows"][1]
+    words = {"share": 0.4, "workloads": ("digits",), "optimizers": ("kfac",)}
+    own = study(Robustness, set=("nonsense=1",), **words)["rows"][1]
+    assert own["failed"][0].startswith("TypeError")
+    own = study(Robustness, **words)["rows"][1]
     assert "out of luck" in capsys.readouterr().out
     assert own["failed"] == ["RuntimeError: out of luck"]
     assert own["as_good"] is False
