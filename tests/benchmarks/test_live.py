@@ -51,6 +51,6 @@ def test_a_pipe_gets_a_few_plain_lines_and_no_more_after_a_divergence():
         assert name in lines[-1]
     assert "\x1b" not in out.getvalue()
     out, run = io.StringIO(), trainer("sgd", {"lr": 1e30})
-    show([run], 40, Console(file=out, width=120))
-    assert len(run.history.losses) < 40
+    show([run], 10, Console(file=out, width=120))
+    assert len(run.history.losses) < 10
     assert len(set(out.getvalue().splitlines())) == len(out.getvalue().splitlines())

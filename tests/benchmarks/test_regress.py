@@ -11,7 +11,7 @@ from benchmarks.commands import regress
 from benchmarks.commands.regress import BASELINE
 from benchmarks.counting import count, graph_breaks
 
-STEP = "perceptron, kfac cholesky, plain"
+STEP = "perceptron, kfac cholesky, refresh"
 
 
 def _run(folder, baseline, *words):
