@@ -1,7 +1,6 @@
 """`ParamScheduler` sets options of groups to values that are functions of the step, or changes nothing."""
 
 import copy
-import io
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +12,10 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer, lr_scheduler
 
 from secondorder import KFAC, MFAC, AdaptationOptions
-from secondorder.schedule import ParamScheduler
+from secondorder.schedule import ParamScheduler, damping_decay
 from tests.support.building import built
+from tests.support.saving import through_a_file
+from tests.support.tasks import assert_identical, values
 from tests.support.warned import silent
 
 Build = Callable[..., Optimizer]
@@ -98,17 +99,10 @@ def test_milestones_hold_until_the_next() -> None:
     assert option(optimizer, "damping") == [0.3]
     optimizer.param_groups[0]["damping"] = 0.25  # by hand, or by adaptation
     assert followed(schedule, "damping", 2) == [[0.25], [0.25], [0.1]]
-
-
-def test_values_are_absolute() -> None:
-    """They do not depend on changes in between, and nothing accumulates."""
-    optimizer = kfac(network(), damping=7.0)
-    schedule = ParamScheduler(optimizer, damping=lambda t: 1.0 / (t + 1), kl_clip={0: 0.1})
-    for step in range(1, 5):
-        optimizer.param_groups[0].update(damping=123.0, kl_clip=None)
-        schedule.step()
-        assert option(optimizer, "damping") == [1.0 / (step + 1)]
-        assert option(optimizer, "kl_clip") == [0.1]
+    optimizer.param_groups[0]["damping"] = 123.0
+    assert followed(schedule, "damping", 1)[1] == [0.1]  # whatever changed it in between
+    growing = ParamScheduler(mfac(network(), window_size=2), window_size={0: 2, 3: 5})
+    assert followed(growing, "window_size", 3)[2:] == [[2], [5]]
 
 
 def test_several_options_may_be_scheduled_together() -> None:
@@ -131,16 +125,6 @@ def test_several_options_may_be_scheduled_together() -> None:
         [0.1, 0.5, None, False, (0.85, 0.95)],
         [0.01, 0.9, 1e-2, True, (0.85, 0.95)],
     ]
-
-
-def test_without_schedules_nothing_happens_and_no_step_of_the_optimizer_is_needed() -> None:
-    optimizer = sgd(network())
-    before = held(optimizer)
-    schedule = ParamScheduler(optimizer)
-    with silent():
-        schedule.step()
-    assert held(optimizer) == before
-    assert schedule.last_step == 1
 
 
 # ---------------------------------------------------------------- groups
@@ -167,28 +151,18 @@ def test_a_group_that_is_added_later_follows_at_the_next_step(kind: type[Optimiz
 # ---------------------------------------------------------------- tensors and numbers of other libraries
 @pytest.mark.parametrize("build", [sgd, kfac])
 def test_a_tensor_is_filled_in_place(build: Build) -> None:
-    lr = torch.tensor(0.05)
-    optimizer = build(network(), lr=lr)
-    inside = option(optimizer, "lr")[0]
-    schedule = ParamScheduler(optimizer, lr=lambda t: 0.5**t)
-    for step in range(3):
-        assert option(optimizer, "lr")[0] is inside
-        assert inside.item() == 0.5**step
-        assert inside.dtype == torch.float32
-        schedule.step()
-
-
-def test_a_tensor_is_filled_from_a_tensor() -> None:
-    optimizer = sgd(network(), lr=torch.tensor(0.05, dtype=torch.float64))
-    inside, source = option(optimizer, "lr")[0], torch.tensor([0.25], dtype=torch.float32)
-    schedule = ParamScheduler(optimizer, lr=lambda t: source)
-    assert option(optimizer, "lr")[0] is inside
-    assert inside.item() == 0.25
-    assert inside.shape == ()
-    source.fill_(0.5)
-    assert inside.item() == 0.25
-    schedule.step()
-    assert inside.item() == 0.5
+    """The function may return a number, or the same tensor each time, which it changes."""
+    source = torch.ones(1, dtype=torch.float64)
+    for rate in (lambda t: 0.5**t, lambda t: source.fill_(0.5**t)):
+        optimizer = build(network(), lr=torch.tensor(0.05))
+        (inside,) = option(optimizer, "lr")
+        schedule = ParamScheduler(optimizer, lr=rate)
+        for step in range(3):
+            assert option(optimizer, "lr")[0] is inside
+            assert (inside.item(), inside.dtype, inside.shape) == (0.5**step, torch.float32, ())
+            source.fill_(9.0)
+            assert inside.item() == 0.5**step
+            schedule.step()
 
 
 def test_groups_that_share_a_tensor_get_their_own_for_their_own_schedules() -> None:
@@ -220,67 +194,30 @@ def test_numbers_of_other_libraries_become_python_numbers(build: Build) -> None:
         assert type(option(optimizer, "inv_update_steps")[0]) is int
 
 
-# ---------------------------------------------------------------- training
-@pytest.mark.parametrize("build", BUILDS)
-def test_training_follows_the_schedule_as_if_set_by_hand(build: Build) -> None:
-    model, twin = network(), network()
-    optimizer, other = build(model), build(twin)
-    key = "momentum" if build is sgd else "damping"
-    values = [0.5 / (t + 1) for t in range(6)]
-    schedule = ParamScheduler(optimizer, **{key: values.__getitem__, "lr": {0: 0.05, 3: 0.01}})
-    for step in range(5):
-        train(model, optimizer, step)
-        schedule.step()
-        other.param_groups[0][key] = values[step]
-        other.param_groups[0]["lr"] = 0.05 if step < 3 else 0.01
-        train(twin, other, step)
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(p, q)
-
-
-def test_the_window_may_grow() -> None:
-    model = network()
-    optimizer = mfac(model, window_size=2)
-    schedule = ParamScheduler(optimizer, window_size={0: 2, 3: 5})
-    for step in range(6):
-        train(model, optimizer, step)
-        schedule.step()
-    assert option(optimizer, "window_size") == [5]
-
-
 # ---------------------------------------------------------------- together with schedulers of the learning rate
-@pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize("first", [True, False], ids=["before it", "after it"])
-def test_it_works_together_with_schedulers_of_the_learning_rate(build: Build, first: bool) -> None:
-    model = network()
-    optimizer = build(model)
+@pytest.mark.parametrize("build", BUILDS)
+def test_it_works_together_with_other_schedulers(build: Build, first: bool) -> None:
+    """They set what they set alone, and a second `ParamScheduler` may take two steps at a time."""
+    model, twin = network(), network()
+    optimizer, plain = build(model), build(twin)
+    makers = [
+        lambda: ParamScheduler(optimizer, weight_decay=lambda t: 0.01 * t),
+        lambda: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10),
+    ]
     with silent():
-        ours = [ParamScheduler(optimizer, weight_decay=lambda t: 0.01 * t)] if first else []
-        decay = lr_scheduler.StepLR(optimizer, 2, 0.5)
-        schedulers = [*ours, decay] if first else [decay, ParamScheduler(optimizer, weight_decay=lambda t: 0.01 * t)]
+        both = [make() for make in (makers if first else makers[::-1])]
+        alone = lr_scheduler.OneCycleLR(plain, 0.1, total_steps=10)
+        other = ParamScheduler(optimizer, nesterov=lambda t: t > 4)
         for step in range(1, 6):
             train(model, optimizer, step)
-            for scheduler in schedulers:
+            train(twin, plain, step)
+            for scheduler in (*both, alone, other, other):
                 scheduler.step()
-            assert option(optimizer, "lr") == [0.05 * 0.5 ** (step // 2)]
+            for key in ("lr", "momentum"):
+                assert option(optimizer, key) == option(plain, key)
             assert option(optimizer, "weight_decay") == [0.01 * step]
-
-
-def test_it_works_together_with_one_cycle_and_a_second_param_scheduler() -> None:
-    model, twin = network(), network()
-    optimizer, plain = kfac(model), kfac(twin)
-    cycle, alone = (lr_scheduler.OneCycleLR(o, 0.1, total_steps=10) for o in (optimizer, plain))
-    schedule = ParamScheduler(optimizer, damping=lambda t: 0.1 * 0.9**t)
-    other = ParamScheduler(optimizer, kl_clip=lambda t: 2.0 + t)
-    for step in range(1, 6):
-        for net, opt in ((model, optimizer), (twin, plain)):
-            train(net, opt, step)
-        for scheduler in (cycle, schedule, alone, other, other):
-            scheduler.step()
-        for key in ("lr", "momentum"):
-            assert option(optimizer, key) == option(plain, key)
-        assert option(optimizer, "damping") == [0.1 * 0.9**step]
-        assert option(optimizer, "kl_clip") == [2.0 + 2 * step]
+            assert option(optimizer, "nesterov") == [2 * step > 4]
 
 
 # ---------------------------------------------------------------- refusals change nothing
@@ -291,31 +228,17 @@ def refused(optimizer: Optimizer, error: Any, match: str, **schedules: Any) -> N
     assert held(optimizer) == before
 
 
-@pytest.mark.parametrize("build", BUILDS)
-def test_unknown_options_are_refused_with_a_list_of_the_known_ones(build: Build) -> None:
-    refused(
-        build(network()), ValueError, r"'dampening_factor' is not an option.*lr, .*momentum, .*weight_decay",
-        weight_decay=lambda t: 0.1, dampening_factor=lambda t: 1.0,
-    )  # fmt: skip
-    for key in ("params", "param_names", "initial_lr", "fallback_base_lr"):
-        refused(build(network()), ValueError, f"'{key}' cannot be scheduled", **{key: lambda t: 1.0})
-
-
-def test_an_option_that_not_every_group_or_state_has_is_refused() -> None:
-    model = network()
-    groups = [{"params": model[0].parameters(), "mine": 1.0}, {"params": model[2].parameters()}]
-    refused(SGD(groups, lr=0.1), ValueError, "'mine' is not an option of every", mine=lambda t: 1.0)
+def test_options_that_cannot_be_scheduled_are_refused_by_name() -> None:
+    for build in BUILDS:
+        unknown = {"weight_decay": lambda t: 0.1, "dampening_factor": lambda t: 1.0}
+        known = r"'dampening_factor' is not an option.*lr, .*momentum, .*weight_decay"
+        refused(build(network()), ValueError, known, **unknown)
+        for key in ("params", "param_names", "initial_lr", "fallback_base_lr"):
+            refused(build(network()), ValueError, f"'{key}' cannot be scheduled", **{key: lambda t: 1.0})
+    other = two_groups()
+    other.param_groups[0]["mine"] = 1.0
+    refused(other, ValueError, "'mine' is not an option of every", mine=lambda t: 1.0)
     refused(kfac(network()), ValueError, "cannot be scheduled", inverse_method={0: "eigen", 5: "cholesky"})
-
-
-def test_invalid_schedules_and_optimizers_are_refused() -> None:
-    for schedule in (0.1, "linear", None, {1, 2}, torch.tensor(1.0), [0.1], [None]):
-        refused(sgd(network()), TypeError, "lr: a schedule is a function", momentum=lambda t: 0.5, lr=schedule)
-    for count in (0, 1, 3):
-        refused(two_groups(), ValueError, f"one schedule per group, got {count} for 2", lr=[{0: 0.1}] * count)
-    for wrong in (network(), None, [{"params": [], "lr": 1.0}]):
-        with pytest.raises(TypeError, match="must be a torch.optim.Optimizer"):
-            ParamScheduler(wrong, lr=lambda t: 0.1)
 
 
 BAD_MILESTONES: list[tuple[Any, type[Exception], str]] = [
@@ -328,9 +251,19 @@ BAD_MILESTONES: list[tuple[Any, type[Exception], str]] = [
 ]
 
 
-def test_bad_milestones_are_refused() -> None:
+def test_invalid_schedules_and_optimizers_are_refused() -> None:
+    for schedule in (0.1, "linear", None, {1, 2}, torch.tensor(1.0), [0.1], [None]):
+        refused(sgd(network()), TypeError, "lr: a schedule is a function", momentum=lambda t: 0.5, lr=schedule)
     for milestones, error, match in BAD_MILESTONES:
         refused(sgd(network()), error, match, momentum=lambda t: 0.5, lr=milestones)
+    for count in (0, 1, 3):
+        refused(two_groups(), ValueError, f"one schedule per group, got {count} for 2", lr=[{0: 0.1}] * count)
+    for value in (torch.ones(2), "0.1", None):
+        optimizer = two_groups(lr=torch.tensor(0.05))
+        refused(optimizer, (TypeError, ValueError), "lr must be", momentum={0: 0.5}, lr=[{0: 0.1}, {0: value}])
+    for wrong in (network(), None, [{"params": [], "lr": 1.0}]):
+        with pytest.raises(TypeError, match="must be a torch.optim.Optimizer"):
+            ParamScheduler(wrong, lr=lambda t: 0.1)
 
 
 BAD_VALUES: list[tuple[str, Any, type[Exception]]] = [
@@ -367,48 +300,37 @@ def test_values_that_the_constructor_refuses_are_refused(key: str, value: Any, e
 
 
 def test_options_that_exclude_each_other_are_refused() -> None:
-    """An invalid value for one group does not affect the others."""
+    """An invalid value for one group does not affect the others, and groups of one window must agree."""
     refused(two_groups(KFAC), ValueError, "damping must be .*got -1", damping=[{0: 1.0}, {0: -1.0}])
     never = {"nesterov": {0: True, 5: True}, "momentum": {3: 0.0}}
     refused(kfac(network(), momentum=0.9), ValueError, "nesterov needs momentum", **never)
     refused(kfac(network(), inner="adamw"), ValueError, "graft='sgd' and inner='adamw'", graft={4: "sgd"})
     decoupled = mfac(network(), decoupled_weight_decay=True)
     refused(decoupled, ValueError, "exclude each other", weight_decay_mode={0: "legacy"})
+    refused(two_groups(MFAC), ValueError, "agree on damping, got 0.1 and 0.2", damping=[{0: 0.1}, {0: 0.2}])
+    ParamScheduler(two_groups(MFAC), damping=[{0: 0.1}, {0: 0.1}])
 
 
-def test_groups_of_one_window_must_agree() -> None:
-    optimizer = two_groups(MFAC)
-    refused(optimizer, ValueError, "agree on damping, got 0.1 and 0.2", damping=[{0: 0.1}, {0: 0.2}])
-    ParamScheduler(optimizer, damping=[{0: 0.1}, {0: 0.1}])
-    assert option(optimizer, "damping") == [0.1, 0.1]
-
-
-def test_a_check_does_not_replace_the_groups() -> None:
-    optimizer = mfac(network())
+@pytest.mark.parametrize(
+    ("build", "failing", "error"),
+    [
+        (sgd, {"lr": [0.1, 0.2].__getitem__}, IndexError),
+        (mfac, {"damping": lambda t: -1.0 if t > 1 else 0.1}, ValueError),
+    ],
+)
+def test_an_error_at_a_step_changes_nothing(build: Build, failing: dict[str, Any], error: type[Exception]) -> None:
+    """The groups are not replaced, not even for the check."""
+    optimizer = build(network())
     groups, first = optimizer.param_groups, optimizer.param_groups[0]
-    schedule = ParamScheduler(optimizer, damping=lambda t: 0.1 if t < 2 else -1.0)
-    schedule.step()
-    with pytest.raises(ValueError, match="damping"):
-        schedule.step()
-    assert optimizer.param_groups is groups
-    assert optimizer.param_groups[0] is first
-
-
-def test_values_that_cannot_fill_a_tensor_are_refused() -> None:
-    for value in (torch.ones(2), "0.1", None):
-        optimizer = two_groups(lr=torch.tensor(0.05))
-        refused(optimizer, (TypeError, ValueError), "lr must be", momentum={0: 0.5}, lr=[{0: 0.1}, {0: value}])
-
-
-def test_an_error_inside_a_function_changes_nothing() -> None:
-    optimizer = sgd(network())
-    schedule = ParamScheduler(optimizer, momentum=lambda t: 0.5 / (t + 1), lr=[0.1, 0.2].__getitem__)
+    schedule = ParamScheduler(optimizer, momentum=lambda t: 0.5 / (t + 1), **failing)
     schedule.step()
     before = held(optimizer)
-    with pytest.raises(IndexError):
+    with pytest.raises(error):
         schedule.step()
     assert held(optimizer) == before
     assert schedule.last_step == 1
+    assert optimizer.param_groups is groups
+    assert optimizer.param_groups[0] is first
 
 
 def test_a_scheduled_damping_without_a_mode_warns_about_its_unit() -> None:
@@ -424,60 +346,42 @@ def test_a_scheduled_damping_without_a_mode_warns_about_its_unit() -> None:
 
 
 # ---------------------------------------------------------------- resume
-def test_the_state_is_plain_numbers() -> None:
-    schedule = ParamScheduler(sgd(network()), lr=lambda t: 0.1, momentum={0: 0.5})
-    schedule.step()
-    assert schedule.state_dict() == {"last_step": 1}
-    file = io.BytesIO()
-    torch.save(schedule.state_dict(), file)
-    file.seek(0)
-    assert torch.load(file, weights_only=True) == {"last_step": 1}
+#: The order in which a resumed run loads the model, the optimizer and the schedule. Without the schedule, it is built
+#: after the others are loaded, and sets the values of step 0 in between.
+ORDERS = {"optimizer first": (0, 1, 2), "schedule first": (0, 2, 1), "built later": (0, 1)}
 
 
-@pytest.mark.parametrize("optimizer_first", [True, False])
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("build", BUILDS)
-def test_a_resumed_run_goes_on_exactly(build: Build, optimizer_first: bool) -> None:
-    def fresh() -> tuple[nn.Module, Optimizer, ParamScheduler, Any]:
+def test_a_resumed_run_goes_on_exactly(build: Build, order: str) -> None:
+    moves = {"weight_decay": lambda t: 0.01 * t, "momentum": {2: 0.5, 5: 0.25}, "nesterov": {0: False}}
+
+    def fresh() -> tuple[nn.Module, Optimizer, ParamScheduler]:
         model = network()
         optimizer = build(model)
-        decay = lr_scheduler.ExponentialLR(optimizer, 0.9)
-        moves = {"weight_decay": lambda t: 0.01 * t, "momentum": {2: 0.5, 5: 0.25}, "nesterov": {0: False}}
-        return model, optimizer, ParamScheduler(optimizer, **moves), decay
+        return model, optimizer, ParamScheduler(optimizer, **moves)
 
-    def run(model: nn.Module, optimizer: Optimizer, schedule: ParamScheduler, decay: Any, steps: range) -> None:
+    def run(model: nn.Module, optimizer: Optimizer, schedule: ParamScheduler, steps: range) -> None:
         for step in steps:
             train(model, optimizer, step)
             schedule.step()
-            decay.step()
 
-    whole = fresh()
+    whole, resumed = fresh(), fresh()
     run(*whole, range(3))
-    states = [copy.deepcopy(x.state_dict()) for x in whole]
+    states = [through_a_file(x.state_dict()) for x in whole]
+    assert states[2] == {"last_step": 3}
     run(*whole, range(3, 7))
-
-    resumed = fresh()
-    order = range(4) if optimizer_first else (0, 2, 3, 1)
-    for i in order:
+    for i in ORDERS[order]:
         resumed[i].load_state_dict(states[i])
+    if order == "built later":
+        resumed = (*resumed[:2], ParamScheduler(resumed[1], **moves))
+        assert option(resumed[1], "weight_decay") == [0.0]
+        resumed[2].load_state_dict(states[2])
     assert resumed[2].last_step == 3
     assert option(resumed[1], "weight_decay") == [0.03]
     run(*resumed, range(3, 7))
-    for p, q in zip(whole[0].parameters(), resumed[0].parameters(), strict=True):
-        assert torch.equal(p, q)
+    assert_identical(values(resumed[0]), values(whole[0]))
     assert held(resumed[1]) == held(whole[1])
-
-
-def test_a_scheduler_that_is_built_after_loading_the_optimizer_is_corrected_by_its_state() -> None:
-    optimizer = kfac(network())
-    schedule = ParamScheduler(optimizer, damping=lambda t: 0.1 * 0.5**t, kl_clip={2: 0.5})
-    for _ in range(3):
-        schedule.step()
-    later = kfac(network())
-    later.load_state_dict(optimizer.state_dict())
-    resumed = ParamScheduler(later, damping=lambda t: 0.1 * 0.5**t, kl_clip={2: 0.5})
-    assert option(later, "damping") == [0.1]  # f(0)
-    resumed.load_state_dict(schedule.state_dict())
-    assert held(later) == held(optimizer)
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])
@@ -519,22 +423,17 @@ def test_an_invalid_state_changes_nothing() -> None:
         assert schedule.last_step == 1
 
 
-def power(step: int) -> float:
-    return 0.1 * 0.5**step
-
-
 def test_copies_schedule_their_own_optimizer() -> None:
+    rate = damping_decay(10.0, 1.0, decay_steps=4)  # a function that can be pickled
     optimizer = Adam(network().parameters(), lr=0.1)
-    schedule = ParamScheduler(optimizer, lr=power, betas={0: (0.8, 0.9), 3: (0.9, 0.99)})
+    schedule = ParamScheduler(optimizer, lr=rate, betas={0: (0.8, 0.9), 3: (0.9, 0.99)})
     schedule.step()
     for twin in (copy.deepcopy(schedule), pickle.loads(pickle.dumps(schedule))):
         twin.step()
         twin.step()
         assert twin.optimizer is not optimizer
-        assert twin.optimizer.param_groups[0]["lr"] == power(3)
-        assert twin.optimizer.param_groups[0]["betas"] == (0.9, 0.99)
-        assert option(optimizer, "lr") == [power(1)]
-        assert option(optimizer, "betas") == [(0.8, 0.9)]
+        assert held(twin.optimizer)[0].items() >= {"lr": rate(3), "betas": (0.9, 0.99)}.items()
+        assert held(optimizer)[0].items() >= {"lr": rate(1), "betas": (0.8, 0.9)}.items()
 
 
 def test_milestones_restart_an_adapted_damping() -> None:
