@@ -1,9 +1,9 @@
 """Refreshes that overlap with training: what is adopted when, whatever the thread does."""
 
-import copy
 import threading
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from secondorder import EKFAC, KFAC, RefreshOptions
 from secondorder.curvature import factors
 from secondorder.curvature import refresh as module
+from secondorder.curvature.factorization import factorise
 from tests.support.building import built
 
 INTERVAL, LAG = 20, 2
@@ -146,34 +147,24 @@ class _Later:
         self.wait = lambda: None
 
 
-def _lazily(name: str, device: str) -> Tensor:
-    model = _net().to(device)
-    opt = _make(name, model)
-    opt.preconditioner.refresher.background = _Lazy()
-    _train(model, opt, 0, 2 * INTERVAL + 5)
-    return _parameters(model)
-
-
-@every_method
-def test_results_do_not_depend_on_how_long_the_work_takes(name: str) -> None:
-    assert torch.equal(_lazily(name, "cpu"), _undisturbed(name))
-
-
 @pytest.mark.parametrize(
-    ("name", "stop"),
-    [*((name, INTERVAL + 1) for name in METHODS), *(("ekfac", stop) for stop in (INTERVAL, INTERVAL + 3))],
+    ("name", "device"),
+    [
+        *((name, "cpu") for name in METHODS),
+        *(pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in ("cholesky", "ekfac")),
+    ],
 )
-def test_a_run_resumes_bit_for_bit_while_a_refresh_is_in_progress(name: str, stop: int) -> None:
-    whole, (model, opt), resumed = _undisturbed(name), _begun(name, stop), _net()
-    saved = copy.deepcopy(opt.state_dict())
-    resumed.load_state_dict(model.state_dict())
-    other = _make(name, resumed)
-    other.load_state_dict(saved)
-    copied = copy.deepcopy(opt)
-    for pair in ((resumed, other), (model, opt)):
-        _train(*pair, stop, 2 * INTERVAL + 5)
-        assert torch.equal(_parameters(pair[0]), whole)
-    assert copied.state_dict()["param_groups"][0]["lr"] == saved["param_groups"][0]["lr"]
+def test_results_do_not_depend_on_how_long_the_work_takes(name: str, device: str) -> None:
+    """On a GPU, the work has a stream of its own."""
+    found = []
+    for lazy in (False, True):
+        model = _net().to(device)
+        opt = _make(name, model)
+        if lazy:
+            opt.preconditioner.refresher.background = _Lazy()
+        _train(model, opt, 0, 2 * INTERVAL + 5)
+        found.append(_parameters(model))
+    assert torch.equal(*found)
 
 
 @pytest.fixture
@@ -225,6 +216,50 @@ def test_an_error_is_raised_when_the_result_is_needed(at: str, monkeypatch: pyte
     _train(model, opt, INTERVAL, INTERVAL + LAG)
     with pytest.raises(RuntimeError, match="out of luck"):
         _train(model, opt, INTERVAL + LAG, INTERVAL + LAG + 1)
+
+
+@pytest.mark.parametrize("how", ["forgotten", "error"])
+def test_a_refresh_that_is_discarded_is_computed_again_from_its_copies_or_forgotten(how: str) -> None:
+    model, opt = _begun("eigen", INTERVAL + LAG)
+    refresher, blocks = opt.preconditioner.refresher, list(opt.blocks.values())
+    assert refresher.jobs.keys() == {*blocks}
+    if how == "forgotten":
+        refresher.forget(blocks)
+        assert [state["adopt_at"] for state in _states(opt)] == [0, 0]
+    else:
+        blocks[0].runtime.step = INTERVAL + LAG
+        with pytest.raises(ValueError, match="in a step"), refresher.adopting(blocks):
+            raise ValueError("in a step")
+    assert not refresher.jobs
+    rises = _rises(model, opt, INTERVAL + LAG, INTERVAL + LAG + 2)
+    assert rises == ([] if how == "forgotten" else [INTERVAL + LAG])
+    if how == "error":
+        assert torch.equal(_parameters(model), _undisturbed("eigen", INTERVAL + LAG + 2))
+
+
+def _not_ok(*args: Any) -> Any:
+    return {key: (tensors, torch.zeros_like(ok)) for key, (tensors, ok) in factorise(*args).items()}
+
+
+def test_a_first_refresh_that_failed_waits_for_another_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "factorise", _not_ok)
+    model, failed = _net(), []
+    opt = _make("eigen", model, factor_update_steps=4)
+    _train(model, opt, 0, 5, lambda t: failed.append(opt.preconditioner.refresher.failed))
+    assert failed == [2, 2, 2, 2, 4]
+    assert [state["refreshes"] for state in _states(opt)] == [0, 0]
+
+
+def test_outcomes_that_arrive_later_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrived = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+    monkeypatch.setattr(torch, "Event", lambda device: arrived)
+    _, opt = _begun("eigen", 1)
+    refresher, block = opt.preconditioner.refresher, opt.blocks["0"]
+    refresher.run([block], lambda blocks, host_checks: torch.tensor([False]), look=False)
+    assert refresher.failed == 0
+    for _ in range(2):
+        refresher.settle()
+        assert (refresher.failed, refresher.failures) == (1, {block.name: 1})
 
 
 def test_factors_that_cannot_be_factorized_leave_the_last_good_curvature() -> None:
@@ -338,14 +373,6 @@ def test_a_fork_continues_from_the_copies_and_close_ends_the_thread() -> None:
     other.close()
     assert thread is not None
     assert thread._shutdown
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["cholesky", "ekfac"])
-def test_results_do_not_depend_on_the_stream_of_a_gpu(name: str) -> None:
-    model = _net().cuda()
-    _train(model, _make(name, model), 0, 2 * INTERVAL + 5)
-    assert torch.equal(_lazily(name, "cuda"), _parameters(model))
 
 
 def test_overlap_needs_memory_for_copies_of_the_factors() -> None:
