@@ -3,15 +3,12 @@
 import copy
 import io
 import pickle
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from secondorder import KFAC
 from tests.support.checkpoints import (
     COPIERS,
     COPIES,
@@ -78,6 +75,7 @@ def saved(model: nn.Module) -> bytes:
 
 
 def test_saved_model_is_that_of_a_model_without_optimizer(method: Method, task: Task) -> None:
+    """So it loads without this package."""
     bare, (hooked, optimizer) = task.model(), method.start(task)
     assert saved(hooked) == saved(bare)
     assert b"secondorder" not in pickle.dumps(hooked)
@@ -85,24 +83,6 @@ def test_saved_model_is_that_of_a_model_without_optimizer(method: Method, task: 
     bare.load_state_dict(hooked.state_dict())
     hooked.zero_grad()
     assert saved(hooked) == saved(bare)
-
-
-WITHOUT_US = """
-import sys
-sys.modules["secondorder"] = None  # cannot be imported
-import torch
-model = torch.load(sys.argv[1], weights_only=False)
-print(model(torch.ones(2, 4)).shape)
-"""
-
-
-def test_saved_model_loads_without_this_package(tmp_path: Any) -> None:
-    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
-    KFAC(model, lr=0.1)
-    torch.save(model, tmp_path / "model.pt")
-    script = [sys.executable, "-c", WITHOUT_US, str(tmp_path / "model.pt")]
-    done = subprocess.run(script, capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["torch.Size([2,", "3])"], done.stderr
 
 
 class Noting:

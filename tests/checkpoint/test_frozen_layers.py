@@ -3,49 +3,45 @@
 from typing import Any
 
 import pytest
-from torch import nn
 
-from tests.support.checkpoints import assert_same_run, through_a_file
+from tests.support.checkpoints import Pair, assert_same_run, through_a_file
 from tests.support.methods import Method, Variant
 from tests.support.tasks import Task, assert_identical, train, values
 
 BREAK, THAW, END = 5, 7, 12
 
 
-def trained(method: Method, task: Task, variant: Variant, frozen_at: int | None) -> tuple[nn.Module, Any]:
-    """A model and its optimizer after some steps, with the first layer frozen before step ``frozen_at``, if at all."""
-    model = task.model()
+def saved_and_loaded(method: Method, task: Task, keywords: Any, frozen_at: int | None, frozen: bool) -> list[Pair]:
+    """A run whose first layer is frozen before step ``frozen_at``, if at all, and its continuation elsewhere."""
+    model, other = task.model(), task.model()
     model.first.requires_grad_(frozen_at != 0)
-    optimizer = method.build(model, **variant.keywords)
+    optimizer = method.build(model, **keywords)
     train(model, optimizer, task, frozen_at or BREAK)
     if frozen_at:
         model.first.requires_grad_(False)
         train(model, optimizer, task, BREAK - frozen_at, start=frozen_at)
-    return model, optimizer
-
-
-def loaded(
-    method: Method, task: Task, variant: Variant, model: nn.Module, state: Any, frozen: bool
-) -> tuple[nn.Module, Any]:
-    """Another model and optimizer with the state of the first, with the first layer frozen or not."""
-    other = task.model()
     other.load_state_dict(model.state_dict())
     other.first.requires_grad_(not frozen)
-    second = method.build(other, **variant.keywords)
-    second.load_state_dict(through_a_file(state))
-    return other, second
+    second = method.build(other, **keywords)
+    second.load_state_dict(through_a_file(optimizer.state_dict()))
+    return [(model, optimizer), (other, second)]
+
+
+def go_on(pairs: list[Pair], task: Task, thaw: int | None) -> None:
+    """Continue both runs, and unfreeze the layer in between, if at all."""
+    for model, optimizer in pairs:
+        train(model, optimizer, task, (thaw or END) - BREAK, start=BREAK)
+        if thaw:
+            model.first.requires_grad_(True)
+            train(model, optimizer, task, END - thaw, start=thaw)
 
 
 def test_a_layer_that_is_unfrozen_after_loading_uses_its_old_estimate(
     method: Method, variant: Variant, mlp: Task
 ) -> None:
-    first = trained(method, mlp, variant, frozen_at=3)
-    second = loaded(method, mlp, variant, first[0], first[1].state_dict(), frozen=True)
+    first, second = saved_and_loaded(method, mlp, variant.keywords, frozen_at=3, frozen=True)
     assert_identical(second[1].state_dict(), first[1].state_dict())
-    for net, opt in (first, second):
-        train(net, opt, mlp, THAW - BREAK, start=BREAK)
-        net.first.requires_grad_(True)
-        train(net, opt, mlp, END - THAW, start=THAW)
+    go_on([first, second], mlp, THAW)
     assert_same_run(second, first)
 
 
@@ -62,14 +58,9 @@ RUNS = {
 @pytest.mark.cover(run=RUNS)
 def test_a_run_with_a_frozen_layer_resumes_exactly(method: Method, mlp: Task, run: Any) -> None:
     frozen_at, frozen, thaw = run
-    first = trained(method, mlp, method.variants[0], frozen_at)
-    second = loaded(method, mlp, method.variants[0], first[0], first[1].state_dict(), frozen)
+    first, second = saved_and_loaded(method, mlp, method.variants[0].keywords, frozen_at, frozen)
     first[0].first.requires_grad_(not frozen)
-    for net, opt in (first, second):
-        train(net, opt, mlp, (thaw or END) - BREAK, start=BREAK)
-        if thaw:
-            net.first.requires_grad_(True)
-            train(net, opt, mlp, END - thaw, start=thaw)
+    go_on([first, second], mlp, thaw)
     assert_identical(values(second[0]), values(first[0]))
     if frozen_at is not None and frozen:
         assert_same_run(second, first)
@@ -83,6 +74,5 @@ def test_a_run_with_a_frozen_bias_resumes_exactly(method: Method, mlp: Task) -> 
     other.load_state_dict(model.state_dict())
     second = method.build(other)
     second.load_state_dict(through_a_file(optimizer.state_dict()))
-    for net, opt in ((model, optimizer), (other, second)):
-        train(net, opt, mlp, END - BREAK, start=BREAK)
+    go_on([(model, optimizer), (other, second)], mlp, None)
     assert_identical(values(other), values(model))

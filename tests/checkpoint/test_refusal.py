@@ -64,7 +64,6 @@ WRONG: dict[str, tuple[Callable[[Method, Task], Saved], list[str]]] = {
     "saved by SGD": (of(lambda model: torch.optim.SGD(model.named_parameters(), 0.1, momentum=0.9)), ["{landmark}"]),
     "saved by AdamW": (of(lambda model: torch.optim.AdamW(model.parameters(), 0.1)), ["{landmark}"]),
     "a state key is missing": (changed(lambda state, method: state[0].pop("momentum_buffer")), ["momentum_buffer"]),
-    "a factor or a window is missing": (changed(lambda state, method: state[3].pop(method.landmark)), ["{landmark}"]),
     "a parameter is missing": (changed(lambda state, method: state.pop(3)), ["second.weight"]),
     "all state is missing": (changed(lambda state, method: state.clear()), ["first.weight", "{last}"]),
     "an unknown state key": (changed(lambda state, method: state[1].update(surprise=torch.zeros(2))), ["surprise"]),
@@ -108,32 +107,6 @@ def test_inverse_method_comes_from_the_checkpoint_like_every_group_value(method:
     saved = snapshot(eigen[1])
     saved["param_groups"][0]["inverse_method"] = "cholesky"
     refuse(method.build(mlp.model(), inverse_method="cholesky"), saved, "inverse_a")
-
-
-ROWS: dict[str, dict[str, Any]] = {
-    "drawn": {"mode": "kis"},
-    "all": {"mode": "sngd"},
-    "switching": {"mode": "auto"},
-    "expanded": {"approx": "expand"},
-    "fewer": {"max_rank": 1},
-    "factors where cheaper": {"kfac_when_cheaper": True, "rank_fraction": 0.8},
-}
-
-
-@pytest.mark.option("update_steps")
-@pytest.mark.cover(rows=[*ROWS], mode=["kid", "auto"], changed={"at construction": False, "between two steps": True})
-def test_choice_of_rows_comes_from_the_checkpoint(
-    method: Method, mlp: Task, rows: str, mode: str, changed: bool
-) -> None:
-    """Options and state are loaded into an optimizer that was built with other options."""
-    model, optimizer = method.start(mlp, 3, **({"mode": mode} if changed else ROWS[rows]))
-    optimizer.param_groups[0].update(ROWS[rows])
-    train(model, optimizer, mlp, 4, start=3)
-    other = by_file(builder(method, mlp, mode=mode), model, optimizer)
-    assert_same_run(other, (model, optimizer))
-    for pair in (other, (model, optimizer)):
-        train(*pair, mlp, 4, start=7)
-    assert_same_run(other, (model, optimizer))
 
 
 def test_every_difference_is_listed_at_once(method: Method, mlp: Task) -> None:

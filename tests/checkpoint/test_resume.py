@@ -3,18 +3,15 @@
 import copy
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     get_state_dict,
-    set_optimizer_state_dict,
     set_state_dict,
 )
 
@@ -193,9 +190,6 @@ def test_numpy_numbers_are_converted_to_python_numbers(method: Method, mlp: Task
     assert_goes_on(build, steps_of(mlp), 2, 3)
 
 
-# --------------------------------------------------------------------------------------------------- By parameter names
-
-
 @pytest.mark.cover(flat={"plain": False, "flat": True})
 def test_keys_are_names_and_dcp_takes_no_step(method: Method, mlp: Task, flat: bool) -> None:
     """DCP takes a step if the optimizer has no state."""
@@ -210,25 +204,6 @@ def test_keys_are_names_and_dcp_takes_no_step(method: Method, mlp: Task, flat: b
     else:
         keys = saved["state"].keys()
     assert keys == at_start.keys()
-
-
-@pytest.mark.cover(flat={"plain": False, "flat": True})
-def test_files_of_dcp_without_a_process_group(method: Method, mlp: Task, flat: bool, tmp_path: Path) -> None:
-    form = StateDictOptions(flatten_optimizer_state_dict=flat)
-
-    def by_files(build: Build, model: nn.Module, optimizer: Any) -> Pair:
-        saved = {"optimizer": get_optimizer_state_dict(model, optimizer, options=form)}
-        checkpoint.save(saved, checkpoint_id=tmp_path, no_dist=True)
-        other, second = build()
-        target = {"optimizer": get_optimizer_state_dict(other, second, options=form)}
-        checkpoint.load(target, checkpoint_id=tmp_path, no_dist=True)
-        set_optimizer_state_dict(other, second, target["optimizer"], options=form)
-        other.load_state_dict(model.state_dict())
-        return other, second
-
-    for variant in method.variants:
-        if not variant.lazy:
-            assert_goes_on(builder(method, mlp, **variant.keywords), steps_of(mlp), MIDDLE, MIDDLE + 2, by_files)
 
 
 # ----------------------------------------------------------------------------------------------- Curvature that is zero

@@ -194,29 +194,6 @@ def test_lists_of_all_ranks_are_added_and_copied(rank: int, world: int) -> None:
         kind(rank, world)
 
 
-# ---------------------------------------------------------------------- forms of a reduction
-
-
-FORMS = [
-    ([100, 100, 100], "reduce_scatter", [300]),
-    ([100, 100, 91], "reduce_scatter", [300]),  # 3 % of padding
-    ([110, 90, 90], "all_to_all", [290]),  # 14 % of padding
-    ([90, 0, 60], "all_to_all", [150]),
-    ([100, 10, 10], "reduce", [100, 10, 10]),  # otherwise the first would receive 300 elements instead of 120
-    ([100, 0, 0], "reduce", [100]),
-]
-
-
-@on_every_rank(3)
-def test_form_of_a_reduction(rank: int, world: int) -> None:
-    for numels, kind, sent in FORMS:
-        comm = collectives()
-        ours = {root: [torch.full((numel,), float(rank))] for root, numel in enumerate(numels)}
-        comm.reduce(ours, group=None, stage="s").wait()
-        assert ours[rank][0].tolist() == [3.0] * numels[rank]
-        assert comm.counter.records == [Record("s", kind, 3, n, torch.float32, 4 * n) for n in sent]
-
-
 # ---------------------------------------------------------------------- rounding, and equality between ranks
 @pytest.mark.parametrize("wire", WIRES)
 @on_every_rank(3)
@@ -352,6 +329,22 @@ def test_payloads_by_hand(rank: int, world: int) -> None:
         ("all_to_all", 106, 424),
         ("all_gather", 12, 48),
     ]
+
+
+#: Elements for each of three roots, and the kind and the elements of each message.
+FORMS = [
+    ([100, 100, 91], "reduce_scatter", [300]),  # 3 % of padding
+    ([90, 0, 60], "all_to_all", [150]),
+    ([100, 10, 10], "reduce", [100, 10, 10]),  # otherwise the first would receive 300 elements instead of 120
+]
+
+
+@on_every_rank(3)
+def test_form_of_a_reduction(rank: int, world: int) -> None:
+    for numels, kind, sent in FORMS:
+        comm = collectives()
+        comm.reduce({root: [torch.ones(n)] for root, n in enumerate(numels)}, group=None, stage="s").wait()
+        assert comm.counter.records == [Record("s", kind, 3, n, torch.float32, 4 * n) for n in sent]
 
 
 # ---------------------------------------------------------------------- counter

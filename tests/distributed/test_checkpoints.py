@@ -51,7 +51,9 @@ def test_one_rank_saves_its_own_part_with_one_warning(rank: int, world: int, str
     train(model, optimizer, rank, world, run, 0, 2)
     sent = len(optimizer.comm.collectives.counter.records)
     saved, (warning,) = saved_with_warnings(optimizer)
-    assert saved_with_warnings(optimizer)[1] == []
+    if rank == 0:  # may save and load without the others
+        assert saved_with_warnings(optimizer)[1] == []
+        optimizer.load_state_dict(saved)
     assert len(optimizer.comm.collectives.counter.records) == sent
     (mark,) = saved["partial"]
     assert f"rank {rank} of {world}" in mark
@@ -78,18 +80,6 @@ def test_under_comm_opt_every_rank_saves_everything(rank: int, world: int) -> No
         assert saved.keys() == {"state", "param_groups"}
         assert texts == []
         assert_identical(*everywhere(through_a_file(saved)))
-
-
-@on_every_rank(2, timeout=20)
-def test_one_rank_may_save_and_load_without_the_others(rank: int, world: int) -> None:
-    model, optimizer = started(rank, "mem", Run())
-    for step in range(3):
-        train(model, optimizer, rank, world, Run(), step, step + 1)
-        saved = snapshot(optimizer) if rank == 0 else {}
-    if rank == 0:
-        assert "partial" in saved
-        optimizer.load_state_dict(saved)
-    dist.barrier()
 
 
 # ------------------------------------------------------------------------------------------------------ Consolidated
@@ -242,22 +232,6 @@ def test_what_one_rank_saved_is_refused_elsewhere(pool: Pool, method: str) -> No
             assert "surprise" in text
         if other == "another rank":
             assert answers[0][:2] == [("", ""), ("", "")]
-
-
-@on_every_rank(2)
-def test_loading_the_current_state_changes_nothing(rank: int, world: int) -> None:
-    """Wrappers of optimizers load their own state at construction."""
-    for strategy in ("mem", "comm"):
-        paths = []
-        for again in (False, True):
-            model, optimizer = started(rank, strategy, Run())
-            if again:
-                optimizer.load_state_dict(optimizer.state_dict())
-            path = train(model, optimizer, rank, world, Run(), 0, 3)
-            if again:
-                optimizer.load_state_dict(snapshot(optimizer))
-            paths.append(path + train(model, optimizer, rank, world, Run(), 3, 7))
-        assert_identical(*paths)
 
 
 @on_every_rank(2)

@@ -467,7 +467,6 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"allow_colocated": 1}, TypeError, "allow_colocated"),
     ({"replay": []}, ValueError, "opportunistic"),
     ({"replay": [["turn", 1]], "mode": "opportunistic"}, ValueError, "entry"),
-    ({"gradient": []}, ValueError, "at least one rank"),
 ]
 
 

@@ -20,21 +20,21 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from secondorder import LowRank
-from tests.support.grid import only
 from tests.support.oracles.ranks import METHODS, Run, distance
 from tests.support.pool import Pool, everywhere, on_every_rank
 from tests.support.saving import raised, shifted, snapshot, started, through_a_file, train
 from tests.support.tasks import assert_identical
 
 # Factors are updated every 2 steps and refreshed every 4: after the break come a plain step, an update, and a refresh.
-# Rows are updated every 3 steps from the shards, which depend on the world: only earlier steps can be compared.
+# Rows that are chosen every 3 steps depend on the shards, and so on the world: only earlier steps can be compared.
 BREAK, END, ROWS_END = 5, 10, 6
-QUICK = ("kfac_eigen", "ekfac_intra", "hylo_kid", "mfac", "mfac_sparse")
+QUICK = ("kfac_eigen", "ekfac_intra", "hylo_sngd", "hylo_kid", "mfac", "mfac_sparse")
 LAYERS = ("kfac_eigen", "kfac_cholesky", "ekfac_intra")
 STRATEGIES = {1: ("mem",), 2: ("comm", "mem"), 3: ("comm", "mem", "chief"), 4: ("comm", "mem", "hybrid_half")}
 LAYOUTS = {f"{strategy}-{world}": (strategy, world) for world, names in STRATEGIES.items() for strategy in names}
-#: Windows with other storages and options.
+#: Other storages and options.
 EXTRA = {
+    "hylo_cheaper": Run("cnn", "hylo_sngd", {"kfac_when_cheaper": True}),
     "mfac_low_rank": Run("cnn", "mfac", {"compression": LowRank(1), "momentum_mode": "pre"}),
     "mfac_decay": Run("cnn", "mfac", {"weight_decay": 0.1, "weight_decay_mode": "both", "partition": "layer"}),
     "mfac_sparse_layer": Run("cnn", "mfac_sparse", {"partition": "layer"}),
@@ -87,7 +87,7 @@ def save(
         else:
             saved, state = str(Path(folder, method)), state_of(model, optimizer, form)
             pending = (checkpoint.async_save if how == "later" else checkpoint.save)(state, checkpoint_id=saved)
-        path = train(model, optimizer, rank, world, run, BREAK, ROWS_END if method.startswith("hylo") else END)
+        path = train(model, optimizer, rank, world, run, BREAK, ROWS_END if method in ("hylo_kid", "hylo_kis") else END)
         if how == "later":
             pending.result()
         found.append(Checkpoint(run, saved, torch.stack(path)))
@@ -133,32 +133,24 @@ def assert_continued(found: list[Checkpoint], paths: list[list[Tensor]], exact: 
 
 
 # ------------------------------------------------------------------------------------------------------------- One file
-@pytest.fixture(scope="module")
-def saved_at_two(pool: Pool) -> dict[str, list[Checkpoint]]:
-    """Checkpoints of two ranks by strategy."""
-    return {strategy: pool.run(save, strategy, QUICK, world=2)[0] for strategy in ("comm", "mem")}
-
-
 def fit_for(strategy: str, checkpoints: list[Checkpoint]) -> list[Checkpoint]:
     return [c for c in checkpoints if strategy != "chief" or c.run.method.startswith(("kfac", "ekfac"))]
 
 
-@only("mem-comm-2", "comm-mem-3", "mem-hybrid_half-4", before=["comm", "mem"], layout=LAYOUTS)
-def test_from_two_ranks_to_others(
-    pool: Pool, saved_at_two: dict[str, list[Checkpoint]], before: str, layout: tuple[str, int]
-) -> None:
-    after, world = layout
-    checkpoints = fit_for(after, saved_at_two[before])
-    assert_continued(
-        checkpoints, pool.run(continue_run, after, checkpoints, world=world), exact=(world, after) == (2, before)
-    )
+REST = ("kfac_cholesky", "ekfac_running", "ggt", *EXTRA)
+MOVES = {
+    "mem-2": (QUICK, ("comm-2", "hybrid_half-4")),
+    "comm-2": (QUICK, ("mem-3",)),
+    "hybrid_half-4": (REST, ("mem-3", "comm-2")),
+}
 
 
-def test_from_four_ranks_to_fewer(pool: Pool) -> None:
-    methods = ("kfac_cholesky", "ekfac_running", "ggt", *EXTRA)
-    checkpoints = pool.run(save, "hybrid_half", methods, world=4)[0]
-    for other, world in (("mem", 3), ("comm", 2)):
-        assert_continued(checkpoints, pool.run(continue_run, other, checkpoints, world=world))
+@pytest.mark.parametrize("before", MOVES)
+def test_some_ranks_continue_from_the_file_of_others(pool: Pool, before: str) -> None:
+    (strategy, world), (methods, others) = LAYOUTS[before], MOVES[before]
+    checkpoints = pool.run(save, strategy, methods, world=world)[0]
+    for after, ranks in (LAYOUTS[other] for other in others):
+        assert_continued(checkpoints, pool.run(continue_run, after, checkpoints, world=ranks))
 
 
 @pytest.mark.slow
@@ -207,56 +199,51 @@ def test_checkpoints_without_curvature_load_alike_everywhere(pool: Pool, kind: s
 
 
 # ----------------------------------------------------------------------------------------- torch.distributed.checkpoint
-@only("mem-nested", "comm-flat", strategy=["mem", "comm"], form=FORMS)
-def test_elsewhere_it_goes_on_alike(pool: Pool, tmp_path: Path, strategy: str, form: str) -> None:
-    """Two ranks save; each of one, two, three and four ranks reads its part from the same files."""
-    saved = pool.run(save, strategy, LAYERS[::2], form, str(tmp_path))[0]
-    for world, other in ((2, strategy), (1, "mem"), (3, "mem"), (4, "hybrid_half")):
-        assert_continued(
-            saved, pool.run(continue_run, other, saved, form, world=world), exact=(world, other) == (2, strategy)
-        )
+class Way(NamedTuple):
+    """How methods are saved, the layouts that continue, and the forms, of which the first one is not slow."""
+
+    forms: tuple[str, ...]
+    methods: tuple[str, ...]
+    saved: str
+    loaded: tuple[str, ...]
+    how: str = "at once"
+    keywords: Mapping[str, Any] = {}
 
 
-@only("plain", way={"plain": ("plain", "hybrid_half"), "nested": ("nested", "mem"), "flat": ("flat", "comm")})
-def test_from_one_process_to_four(pool: Pool, tmp_path: Path, way: tuple[str, str]) -> None:
-    form, other = way
-    saved = pool.run(save, "mem", LAYERS, form, str(tmp_path), world=1)[0]
-    assert_continued(saved, pool.run(continue_run, other, saved, form, world=4))
+SLICES = ("mfac", "mfac_sparse")
+WAYS = {
+    "layers": Way(("nested", "plain", "flat"), LAYERS[::2], "mem-2", ("mem-2", "mem-1", "mem-3", "hybrid_half-4")),
+    "copies": Way(("flat", "plain", "nested"), LAYERS[::2], "comm-2", ("comm-2", "mem-1", "mem-3", "hybrid_half-4")),
+    "one process": Way(("plain", "nested", "flat"), LAYERS, "mem-1", ("hybrid_half-4", "mem-4", "comm-4")),
+    # The state is copied before `async_save` returns, so that it does not contain later steps.
+    "during training": Way(("flat", "plain"), LAYERS[:1], "mem-2", ("mem-2", "comm-3"), "later"),
+    # The names of slices of windows differ between ranks, and the same ranks load them.
+    "slices": Way(("flat", "plain", "nested"), SLICES, "mem-2", ("mem-2",)),
+    "slices of layers": Way(("flat", "plain", "nested"), SLICES, "mem-2", ("mem-2",), keywords={"partition": "layer"}),
+    "whole windows": Way(("nested", "plain", "flat"), ("mfac",), "comm-2", ("comm-3", "mem-1")),
+    # not in the flat form, because torch only reads the names of the state that a rank has
+    "gathered": Way(
+        ("nested", "plain"), ("mfac_sparse", "ggt"), "mem-2", ("mem-2", "mem-3", "comm-4", "mem-1"), "gathered"
+    ),
+}
 
 
-@only("flat", form=["plain", "flat"])
-def test_checkpoints_that_are_saved_during_training(pool: Pool, tmp_path: Path, form: str) -> None:
-    """The state is copied before `async_save` returns, so that it does not contain later steps."""
-    saved = pool.run(save, "mem", LAYERS[:1], form, str(tmp_path), "later")[0]
-    assert_continued(saved, pool.run(continue_run, "mem", saved, form), exact=True)
-    assert_continued(saved, pool.run(continue_run, "comm", saved, form, world=3))
-
-
-@only("flat", form=FORMS)
-def test_parts_of_windows_continue_on_the_same_ranks(pool: Pool, tmp_path: Path, form: str) -> None:
-    """The names of slices of windows differ between ranks, and the same ranks load them."""
-    for partition in ("global", "layer"):
-        folder, keywords = str(tmp_path / partition), {"partition": partition}
-        saved = pool.run(save, "mem", ("mfac", "mfac_sparse"), form, folder, keywords=keywords)[0]
-        assert_continued(saved, pool.run(continue_run, "mem", saved, form), exact=True)
-
-
-@only("nested", form=FORMS)
-def test_whole_windows_continue_in_every_world_with_whole_windows(pool: Pool, tmp_path: Path, form: str) -> None:
-    saved = pool.run(save, "comm", ("mfac",), form, str(tmp_path))[0]
-    assert_continued(saved, pool.run(continue_run, "comm", saved, form, world=3))
-    assert_continued(saved, pool.run(continue_run, "mem", saved, form, world=1))
-
-
-@only("nested", form=["plain", "nested"])
-def test_parts_of_windows_continue_in_every_world_after_consolidation(pool: Pool, tmp_path: Path, form: str) -> None:
-    """The flat form does not support this, because torch only reads the names of the state that a rank has."""
-    saved = pool.run(save, "mem", ("mfac_sparse", "ggt"), form, str(tmp_path), "gathered")[0]
-    assert_continued(saved, pool.run(continue_run, "mem", saved, form, "gathered"), exact=True)
-    for world, other in ((3, "mem"), (4, "comm"), (1, "mem")):
-        assert_continued(
-            saved, pool.run(continue_run, other, saved, form, *(["gathered"] if world == 3 else []), world=world)
-        )
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        pytest.param(name, form, marks=() if form == way.forms[0] else pytest.mark.slow)
+        for name, way in WAYS.items()
+        for form in way.forms
+    ],
+)
+def test_ranks_write_and_read_their_parts_of_common_files(pool: Pool, tmp_path: Path, name: str, form: str) -> None:
+    way = WAYS[name]
+    strategy, world = LAYOUTS[way.saved]
+    saved = pool.run(save, strategy, way.methods, form, str(tmp_path), way.how, way.keywords, world=world)[0]
+    for layout in way.loaded:
+        other, ranks = LAYOUTS[layout]
+        paths = pool.run(continue_run, other, saved, form, way.how, world=ranks)
+        assert_continued(saved, paths, exact=layout == way.saved)
 
 
 @pytest.mark.parametrize("form", ["nested", "flat"])

@@ -26,12 +26,9 @@ from tests.support.oracles.ranks import (
     assert_same_path,
     build,
     curvatures,
-    descend,
-    distance,
     flat,
     joined_statistics,
     optimizer_on,
-    path_of,
     shard,
     statistics_of_shards,
     sum_loss,
@@ -46,6 +43,7 @@ BOTH = ["comm", "mem"]
 
 # ---------------------------------------------------------------------------------------------------------------- Paths
 OVERLAP = {"overlap": True, "factor_update_steps": 1, "inv_update_steps": 2}
+RARE = {"inv_update_steps": 2, "scale_update_steps": 4}
 WHITENING = {"lr": 0.01, "power": 0.5, "momentum_mode": "pre", "kl_clip": None}
 KINDS = {
     "words": ("kfac_eigen", "ekfac_intra", "ekfac_running", "hylo_sngd", "mfac_sparse"),
@@ -59,10 +57,17 @@ RUNS = [
     Run("broad", "ekfac_intra", steps=10),
     Run("broad", "ekfac_running", steps=10),
     Run("broad", "ekfac_running", WHITENING, steps=10),
-    # every type of layer
-    *(Run(task, method, steps=6) for task, methods in KINDS.items() for method in methods),
+    # scales that are measured in bases of other ranks, from more examples than layers have columns
+    Run("mixed", "ekfac_intra", RARE, steps=10),
+    Run("mixed", "ekfac_intra", {**RARE, "transport": "recompute"}, steps=10),
     # leading eigenvectors, which every rank computes or receives
     *(Run("mlp", method, {"inverse_rank": 2}, steps=12) for method in ("kfac_eigen", "kfac_cholesky")),
+    Run("words", "ekfac_intra", {"token_is_example": True}, steps=10),
+    Run("mlp", "ekfac_intra", {"max_factor_dim": 5, "basis_update": "qr"}, steps=10),
+    Run("attention", "ekfac_intra", {"transport": "recompute", "scale_update_steps": 2, "token_is_example": True}),
+    Run("mlp", "kfac_cholesky", {"factor_storage": "packed"}, steps=10),
+    # every type of layer
+    *(Run(task, method, steps=6) for task, methods in KINDS.items() for method in methods),
     # without synchronization
     *(Run("mlp", method, steps=10, micro=2) for method in (*KRONECKER, "hylo_sngd", "mfac")),
     # orthogonalization without curvature
@@ -70,7 +75,7 @@ RUNS = [
 ]
 LAYOUTS = [("comm", 2), ("hybrid_half", 4), ("mem", 3), ("hybrid_third", 3), ("comm", 4), ("mem", 4), ("mem", 2)]
 #: Strategies that place factors, for K-FAC and EK-FAC only.
-OVERRIDES = [("comm_owner", 3), ("mem_replicated", 3), ("chief", 3), ("chief_inverses", 3)]
+OVERRIDES = [("comm_owner", 3), ("mem_replicated", 3), ("chief_inverses", 3), ("chief", 3)]
 
 
 def runs_of(strategy: str, world: int, rest: bool) -> list[Run]:
@@ -105,14 +110,37 @@ def test_shards_equal_the_joined_batch(pool: Pool, strategy: str, world: int, re
         assert_same_path(paths, alone(run)[0])
 
 
-@each(method=["hylo_kid", "hylo_kis"], of={"2": (2, BOTH), "4": (4, [*BOTH, "hybrid_half"])})
-def test_selected_rows_do_not_depend_on_the_strategy(pool: Pool, method: str, of: tuple[int, list[str]]) -> None:
-    """The selected rows depend on the shards, so that there is no equivalent run of one process."""
-    world, strategies = of
-    run = Run("mlp", method, steps=10)
-    paths = [pool.run(together, strategy, run, world=world) for strategy in strategies]
-    for of_strategy in paths:
-        assert_same_path(of_strategy, paths[0][0], tolerance=1e-12)
+def observed(rank: int, world: int, strategy: str | None, run: Run) -> Tensor:
+    """A trajectory with the exact Fisher of all outputs, or of one, because HyLo keeps a single row of each example."""
+    model = TASKS[run.task].model()
+    comm = STRATEGIES[strategy](average_gradients=True) if strategy else None
+    with build(run.method, model, comm, fisher="exact", **run.keywords) as optimizer:
+        path = []
+        for step in range(run.steps):
+            inputs, targets = shard(run.batch(step), rank, world)
+            optimizer.zero_grad()
+            outputs = model(inputs)
+            if run.method == "hylo_sngd":
+                optimizer.observe(outputs[:, :1], "gaussian")
+                outputs[:, 0].square().mean().backward()
+            else:
+                optimizer.observe(outputs, "categorical")
+                F.cross_entropy(outputs, targets).backward()
+            optimizer.step()
+            path.append(flat(model))
+        return torch.stack(path)
+
+
+OBSERVED = {
+    "project": Run("mlp", "ekfac_intra", steps=6),
+    "recompute": Run("mlp", "ekfac_intra", {"transport": "recompute"}, steps=6),
+    "rows": Run("mlp", "hylo_sngd", {"approx": "expand"}, steps=6),
+}
+
+
+@each(run=OBSERVED, strategy=["mem", "comm"])
+def test_an_exact_fisher_is_that_of_the_joined_batch(pool: Pool, run: Run, strategy: str) -> None:
+    assert_same_path(pool.run(observed, strategy, run), observed(0, 1, None, run), tolerance=1e-10)
 
 
 #: Intervals between refreshes, each for two steps.
@@ -158,6 +186,7 @@ MEASURED = {
     "mixed": Run("mixed", "ekfac_intra", STILL),
     "words": Run("words", "ekfac_intra", STILL),
     **{f"sum {method}": Run("mlp", method, SUMMED, loss=sum_loss) for method in KRONECKER},
+    "sum rows": Run("mlp", "hylo_sngd", {"lr": 0.0, "update_steps": 1, "loss_reduction": "sum"}, loss=sum_loss),
 }
 
 
@@ -168,21 +197,6 @@ def test_unequal_batches_are_weighted_by_their_examples(
     """This holds for mean losses; for summed losses, statistics are those of the joined batch, too."""
     held = pool.run(statistics_of_shards, strategy, run, sizes, world=len(sizes[0]))
     assert_held(held, joined_statistics(run, [sum(of_step) for of_step in sizes]), strategy == "comm")
-
-
-@each(method=["kfac_eigen", "ekfac_intra", "hylo_sngd"], strategy=BOTH)
-def test_trajectory_of_a_summed_loss(pool: Pool, method: str, strategy: str) -> None:
-    """DDP averages the sums of the ranks, so gradients are those of the total sum divided by the number of ranks."""
-    run = Run("mlp", method, {"loss_reduction": "sum", "lr": 0.005}, steps=10, loss=sum_loss)
-    model = TASKS["mlp"].model()
-    for parameter in model.parameters():
-        parameter.register_hook(lambda gradient: gradient / 2)
-    optimizer = build(method, model, **run.keywords)
-    path = []
-    for step in range(run.steps):
-        descend(model, optimizer, run.batch(step), run)
-        path.append(flat(model))
-    assert_same_path(pool.run(together, strategy, run), torch.stack(path))
 
 
 def masked_steps(model: nn.Module, optimizer: Any, rank: int, world: int) -> Tensor:
@@ -269,13 +283,6 @@ def test_factors_are_those_of_a_plain_list_of_examples(pool: Pool) -> None:
             assert [len(of_rank) for of_rank in held] == [3, 0, 0]
 
 
-def test_shards_differ_enough_to_notice_a_missing_average(pool: Pool) -> None:
-    run = Run("mlp", "kfac_eigen", steps=10)
-    local = pool.run(together, "local_factors", run)
-    assert_replicas(local)
-    assert distance(local[0], alone(run)[0]) > 1e-4
-
-
 # --------------------------------------------------------------------- Layers that only use the examples of their owner
 
 
@@ -325,24 +332,6 @@ def test_owners_estimate_from_their_own_examples(pool: Pool, run: Run, where: tu
     assert_same_path(paths_of(found), simulated(run, owners, world), tolerance=1e-10)
 
 
-# --------------------------------------------------------------------------------------------------- Bits of replicas
-class Small(nn.Sequential):
-    """Two layers, so that 200 steps are fast."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 4))
-
-
-def long_path(rank: int, world: int, strategy: str, method: str, steps: int) -> Tensor:
-    """Parameters after every step of a tiny model."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = DDP(Small().to(device_of(rank), torch.float64))
-    run = Run("mlp", method, {"lr": 0.01}, steps=steps)
-    with optimizer_on(model, strategy, run) as optimizer:
-        return path_of(model, optimizer, rank, world, run)
-
-
 #: Every method under every strategy that supports it: some strategies place factors.
 OF_FACTORS = ("comm_owner", "mem_replicated", "local_factors", "chief", "chief_inverses", "chief_own")
 UNDER = {f"{m}-{s}": (m, s) for s in STRATEGIES for m in METHODS if m in KRONECKER or s not in OF_FACTORS}
@@ -355,14 +344,6 @@ def world_of(strategy: str) -> int:
 @only("ekfac_intra-mem", of=UNDER)
 def test_replicas_are_equal_for_200_steps(pool: Pool, of: tuple[str, str]) -> None:
     method, strategy = of
-    paths = pool.run(long_path, strategy, method, 200, world=world_of(strategy))
+    paths = pool.run(together, strategy, Run("mlp", method, {"lr": 0.01}, steps=200), world=world_of(strategy))
     assert_replicas(paths)
     assert not torch.equal(paths[0][0], paths[0][-1])
-
-
-@only("kfac_eigen-mem", "hylo_kis-comm", "mfac_sparse-mem", of=UNDER)
-def test_a_repeated_run_has_the_same_bits(pool: Pool, of: tuple[str, str]) -> None:
-    method, strategy = of
-    run = Run("mlp", method, steps=6)
-    once, again = (pool.run(together, strategy, run, world=world_of(strategy)) for _ in range(2))
-    assert_replicas(once + again)

@@ -168,21 +168,10 @@ UNLIKE: dict[str, tuple[Build, Build, str]] = {
     "names": (lambda: KFAC(_net()), lambda: KFAC(_net(names=("first", "last"))), "last"),
     "layers": (lambda: KFAC(_net()), lambda: KFAC(nn.Linear(5, 6).double()), "parameters"),
     "option": (lambda: KFAC(_net(), damping=0.1), lambda: KFAC(_net(), damping=0.2), "damping"),
-    "intervals": (
-        lambda: KFAC(_net(), factor_update_steps=2, inv_update_steps=4),
-        lambda: KFAC(_net(), factor_update_steps=2, inv_update_steps=6),
-        "inv_update_steps",
-    ),
     "skipped layer": (lambda: KFAC(_net()), lambda: KFAC(_net(), skip_layers="first"), "first"),
     "method": (lambda: KFAC(_net()), lambda: EKFAC(_net()), "EKFAC"),
-    "family": (lambda: KFAC(_net()), lambda: MFAC(_net()), "MFAC"),
     "window": (lambda: MFAC(_net(), window_size=4), lambda: MFAC(_net(), window_size=5), "window_size"),
     "stagger": (lambda: KFAC(_net(), refresh=RefreshOptions(stagger=True)), lambda: KFAC(_net()), "stagger"),
-    "refresh_warmup": (
-        lambda: KFAC(_net()),
-        lambda: KFAC(_net(), refresh=RefreshOptions(warmup=False)),
-        "warmup",
-    ),
     "fisher": (lambda: KFAC(_net(), fisher="mc"), lambda: KFAC(_net(), fisher="exact"), "fisher"),
     "adaptive": (
         lambda: KFAC(_net(), adaptation=AdaptationOptions(adaptive_damping=True, damping_interval=2)),

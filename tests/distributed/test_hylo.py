@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from secondorder import CommOpt, HyLo, MemOpt
+from secondorder import HyLo
 from secondorder.capture.statistics.measurement import Measured
 from secondorder.switching import ProbeError
-from tests.support.building import built
 from tests.support.grid import only
 from tests.support.oracles.ranks import (
     TASKS,
@@ -24,7 +23,6 @@ from tests.support.oracles.ranks import (
     assert_same_path,
     descend,
     distance,
-    flat,
     optimizer_on,
     shard,
 )
@@ -82,25 +80,6 @@ def test_sngd_is_that_of_the_joined_batch(pool: Pool, same: Same) -> None:
         assert_replicas([paths[0] for paths in of_strategies])
 
 
-def test_factors_replace_rows_of_some_layers() -> None:
-    for task, all_layers in (("cnn", None), ("groups", False)):
-        case = Case(task, {**FACTORED, "approx": "expand"}, SIZES)
-        model = case.model()
-        optimizer = case.build(model)
-        case.backward(model, TASKS["cnn"].batch(0), 0)
-        optimizer.step()
-        factored = [b.is_factored for b in optimizer.blocks.values()]
-        assert any(factored)
-        assert all_layers is None or all(factored) == all_layers
-
-
-def test_every_row_is_sngd(pool: Pool) -> None:
-    for mode in ["kid", "kis"]:
-        case = Case(keywords={"mode": mode, "rank_fraction": 1.0}, sizes=(5, 3, 4), steps=5)
-        expected = in_one_process(Case(sizes=case.sizes, steps=5), 3)
-        assert_same_path([paths[0] for paths in pool.run(on_ranks, case, ("mem",), world=3)], expected)
-
-
 RELATED = {"damping_mode": "relative", "damping": 3.0}
 CHOICES: dict[str, dict[str, Any]] = {
     "kid": {"mode": "kid", "rank_fraction": 0.5},
@@ -118,28 +97,6 @@ def test_rows_are_chosen_from_every_shard(pool: Pool, keywords: dict[str, Any]) 
     of_ranks = pool.run(on_ranks, case, ("comm", "mem", "hybrid_third"), world=3)
     assert_replicas([path for paths in of_ranks for path in paths])
     assert distance(of_ranks[0][0], expected) < 1e-9
-
-
-def step_of_observed_rows(rank: int, world: int, strategy: type[CommOpt] | None) -> Tensor:
-    """The parameters after a step with Gauss-Newton rows on this rank's share of the batch."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double()
-    x, y = (torch.randn(8, d, dtype=torch.float64).chunk(world)[rank] for d in (4, 1))
-    options = {"mode": "sngd", "update_steps": 1, "approx": "expand", "damping": 0.3, "momentum": 0.0}
-    with built(HyLo, model, lr=0.1, fisher="exact", comm=strategy and strategy(), **options) as optimizer:
-        network = model if strategy is None else DDP(model)
-        outputs = network(x)
-        optimizer.observe(outputs, "gaussian")
-        (outputs - y).square().sum(1).mean().backward()
-        optimizer.step()
-    return flat(model)
-
-
-def test_observed_rows_of_two_ranks_are_those_of_the_joined_batch(pool: Pool) -> None:
-    expected = step_of_observed_rows(0, 1, None)
-    for strategy in (CommOpt, MemOpt):
-        for found in pool.run(step_of_observed_rows, strategy, world=2):
-            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
 
 
 def rows_of_draws(rank: int, world: int) -> Any:
@@ -199,12 +156,6 @@ def test_bytes_of_a_refresh(rank: int, world: int) -> None:
         assert comm == {"rows": 8 * 2 * rows, "curvature": 8 * kernels}
         assert mem == {"rows": 8 * rows, "directions": 8 * directions}
         assert owner == {"rows": 8 * rows, "curvature": 8 * (kernels + kept)}
-
-
-@on_every_rank(4)
-def test_max_rank_bounds_the_rows_of_all_ranks_together(rank: int, world: int) -> None:
-    (found,) = refreshed(rank, world, ("comm",), {"mode": "kid", "rank_fraction": 1.0, "max_rank": 9})
-    assert set(found["ranks"].values()) == {8}
 
 
 @pytest.mark.parametrize("strategy", ["comm", "mem"])
@@ -374,31 +325,6 @@ def test_an_error_of_one_rank_is_raised_on_all(pool: Pool) -> None:
         assert isinstance(failure, Failure)
         assert failure.type == "RuntimeError"
         assert "rank 1: choosing rows failed: MemoryError: no room for rows" in failure.message
-
-
-# ---------------------------------------------------------------------------------- Checkpoints, and layers that change
-def saved(rank: int, world: int, strategy: str, case: Case, steps: range, start: Any = None) -> tuple[Any, Any, Tensor]:
-    """Continue from a checkpoint and save; return the states of model and optimizer, and the trajectory."""
-    with on_rank(case, strategy, rank, world) as (model, optimizer, go):
-        if start is not None:
-            model.load_state_dict(start[0])
-            optimizer.load_state_dict(start[1])
-        path = go(*steps)
-        optimizer.consolidate_state_dict()
-        return model.state_dict(), optimizer.state_dict(), path
-
-
-@pytest.mark.filterwarnings("ignore:.*state_dict.* is partial")
-@pytest.mark.parametrize("keywords", [SNGD, {**SNGD, "kfac_when_cheaper": True}], ids=["rows", "any"])
-def test_a_checkpoint_continues_in_any_world(pool: Pool, keywords: dict[str, Any]) -> None:
-    """It is saved in the middle of an interval, and shards have other sizes in the new world."""
-    case = Case("cnn", keywords, sizes=(5, 3, 4), steps=8)
-    first = pool.run(saved, "mem", case, range(5), world=3)[0]
-    expected = in_one_process(case, 3)[5:]
-    for world, strategy, sizes in ((2, "comm", (8, 4)), (4, "mem", (5, 3, 2, 2))):
-        other = Case("cnn", keywords, sizes=sizes)
-        results = pool.run(saved, strategy, other, range(5, 8), first[:2], world=world)
-        assert_same_path([path for _, _, path in results], expected, tolerance=1e-10)
 
 
 @on_every_rank(2)

@@ -11,7 +11,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from secondorder import KFAC, AdaptationOptions
-from tests.support.grid import each, only
+from tests.support.grid import only
 from tests.support.oracles.ranks import STRATEGIES, TASKS, Run, assert_replicas, build, distance, flat, shard
 from tests.support.pool import Pool, device_of, everywhere, on_every_rank
 from tests.support.saving import train
@@ -48,42 +48,15 @@ def uneven(rank: int, world: int, strategy: str, run: Run, early: int, wrapped: 
     }
 
 
-@each(method=["kfac_eigen", "ekfac_intra"], strategy=["mem", "comm"], early=[0, 1])
-def test_a_rank_that_ends_early_takes_the_steps_of_the_others(
-    pool: Pool, method: str, strategy: str, early: int
-) -> None:
-    answers = pool.run(uneven, strategy, Run(method=method, keywords=EAGER), early)
-    assert_replicas([answer["path"] for answer in answers])
-    for answer in answers:
-        assert early in answer["owners"]
-        assert set(answer["steps"]) == {LONG + 3.0}
-        assert answer["t"] == LONG + 3
-        assert not answer["live"]
-        assert "copies" not in answer["stages"]
-    live, joined = answers[1 - early]["inside"], answers[early]["inside"]
-    assert torch.equal(live[:SHORT], joined)
-    assert not torch.equal(live[SHORT - 1], live[SHORT])
-
-
-@pytest.mark.parametrize("method", ["kfac_eigen", "ekfac_intra", "mfac"])
-def test_last_steps_are_those_of_the_live_rank(pool: Pool, method: str) -> None:
-    """DDP divides by the initial number of ranks, so a joined rank counts as one with a gradient of zero."""
-    run = Run(method=method, keywords={} if method == "mfac" else EAGER)
-    answers = pool.run(uneven, "mem", run, 0)
-    reference = pool.run(halved, run, world=1)[0]
-    assert_replicas([answer["path"] for answer in answers])
-    assert distance(answers[1]["inside"], reference) < 1e-9
-
-
-def halved(rank: int, world: int, run: Run) -> Tensor:
-    """Train one process on full batches, and then on the second half only, with half of its gradient."""
+def halved(run: Run, early: int) -> Tensor:
+    """Train one process on full batches, and then on the half of the live rank only, with half of its gradient."""
     model = TASKS[run.task].model()
     optimizer = build(run.method, model, **run.keywords)
     path = []
     for step in range(LONG):
         inputs, targets = run.batch(step)
         if step >= SHORT:
-            inputs, targets = shard((inputs, targets), 1, 2)
+            inputs, targets = shard((inputs, targets), 1 - early, 2)
         optimizer.zero_grad()
         run.loss(model(inputs), targets).backward()
         for p in model.parameters():
@@ -91,6 +64,34 @@ def halved(rank: int, world: int, run: Run) -> Tensor:
         optimizer.step()
         path.append(flat(model))
     return torch.stack(path)
+
+
+CASES = {
+    "kfac": ("kfac_eigen", "mem", 0, True),
+    "kfac without DDP": ("kfac_eigen", "mem", 0, False),
+    "ekfac": ("ekfac_intra", "comm", 1, True),
+    "ekfac of the first rank": ("ekfac_intra", "mem", 0, True),
+    "window": ("mfac", "mem", 0, True),
+}
+"""The method, the strategy, the rank that ends early, and whether the model is under DDP."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_rank_that_ends_early_takes_the_steps_of_the_others(pool: Pool, case: str) -> None:
+    """The sum is divided by the initial number of ranks, so a joined rank counts as one with a gradient of zero."""
+    method, strategy, early, wrapped = CASES[case]
+    run = Run(method=method, keywords={} if method == "mfac" else EAGER)
+    answers = pool.run(uneven, strategy, run, early, wrapped)
+    assert_replicas([answer["path"] for answer in answers])
+    for answer in answers:
+        assert method == "mfac" or early in answer["owners"]
+        assert set(answer["steps"]) == {LONG + 3.0}
+        assert answer["t"] == LONG + 3
+        assert not answer["live"]
+        assert "copies" not in answer["stages"]
+    live, joined = answers[1 - early]["inside"], answers[early]["inside"]
+    assert torch.equal(live[:SHORT], joined)
+    assert distance(live, halved(run, early)) < 1e-9
 
 
 ELSEWHERE = {
@@ -110,13 +111,6 @@ def test_replicas_are_equal_under_other_methods_worlds_and_strategies(pool: Pool
     answers = pool.run(uneven, strategy, run, 0, world=world)
     assert_replicas([answer["path"] for answer in answers])
     assert {tuple(answer["steps"]) for answer in answers} == {(LONG + 3.0,) * 6}
-
-
-def test_an_optimizer_that_averages_gradients_joins_without_ddp(pool: Pool) -> None:
-    answers = pool.run(uneven, "mem", Run(keywords=EAGER), 0, False)
-    with_ddp = pool.run(uneven, "mem", Run(keywords=EAGER), 0)
-    assert_replicas([answer["path"] for answer in answers])
-    assert distance(answers[0]["path"], with_ddp[0]["path"]) < 1e-9
 
 
 @on_every_rank(2)

@@ -147,32 +147,28 @@ def _train(folder: Path, ranks: int, *words: str) -> dict:
 
 
 @pytest.mark.slow
-def test_benchmarks_train_alike_on_one_and_two_ranks(tmp_path):
-    words = ("--optimizer", "kfac", "--comm", "mem_opt", "--steps", "12")
-    one, two = _train(tmp_path / "one", 1, *words), _train(tmp_path / "two", 2, *words)
-    assert two["losses"] == pytest.approx(one["losses"], rel=1e-3)
-    assert [rank["role"] for rank in two["ranks"]] == ["gradient"] * 2
-    factors = [rank["memory"]["factors"] for rank in two["ranks"]]
-    assert sum(factors) == one["memory"]["factors"] > max(factors)
-    for rank in two["ranks"]:
-        assert rank["sent"]["statistics"] > 0
-        assert rank["sent"]["directions"] > 0
-        assert "curvature" not in rank["sent"]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "method", "comm"), [
-    (2, "ekfac", "comm_opt"), (2, "hylo", "mem_opt"), (2, "sparse_mfac", "mem_opt"), (2, "inverse_dp", "local_factors"),
-    (2, "kfac", "chief_only:deliver=inverses"), (2, "kfac", "hybrid_opt:0.5"), (4, "ggt", "hybrid_opt:0.5"),
+    (2, "kfac", "mem_opt"), (2, "ekfac", "comm_opt"), (2, "hylo", "mem_opt"), (2, "sparse_mfac", "mem_opt"),
+    (2, "inverse_dp", "local_factors"), (2, "kfac", "chief_only:deliver=inverses"), (2, "kfac", "hybrid_opt:0.5"),
+    (4, "ggt", "hybrid_opt:0.5"),
 ])  # fmt: skip
 def test_benchmarks_train_with_any_strategy(tmp_path, ranks, method, comm):
     words = ("--optim", method, "--comm", comm, "--steps", "12")
     found = _train(tmp_path / "all", ranks, *words)
-    assert len(found["ranks"]) == ranks
+    assert [rank["role"] for rank in found["ranks"]] == ["gradient"] * ranks
     if method in {"hylo", "inverse_dp"}:  # the choice of rows and the factors depend on the number of ranks
         assert all(loss is not None and loss < 3 for loss in found["losses"])
-    else:
-        assert found["losses"] == pytest.approx(_train(tmp_path / "one", 1, *words)["losses"], rel=1e-2)
+        return
+    one = _train(tmp_path / "one", 1, *words)
+    exact = (method, comm) == ("kfac", "mem_opt")
+    assert found["losses"] == pytest.approx(one["losses"], rel=1e-3 if exact else 1e-2)
+    if exact:
+        factors = [rank["memory"]["factors"] for rank in found["ranks"]]
+        assert sum(factors) == one["memory"]["factors"] > max(factors)
+        for rank in found["ranks"]:
+            assert rank["sent"]["statistics"] > 0
+            assert rank["sent"]["directions"] > 0
+            assert "curvature" not in rank["sent"]
 
 
 def test_every_rank_trains_on_a_part_of_the_batch():

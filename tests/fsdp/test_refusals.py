@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from secondorder import EKFAC, GGT, KFAC, MFAC, CommOpt, DedicatedWorkers, HyLo, MemOpt, SparseMFAC, TopK
 from tests.support.building import built
 from tests.support.grid import only, sample
+from tests.support.networks import Sometimes
 from tests.support.oracles.ranks import assert_replicas, distance, mean_loss, shard
 from tests.support.pool import Pool, device_of, on_every_rank
 from tests.support.saving import raised
@@ -86,22 +87,6 @@ def test_join_is_refused(rank: int, world: int) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------- Unused layers
-class Optional(nn.Module):
-    """A network with a layer that takes part in some steps, and one that never does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 7)
-        self.sometimes = nn.Linear(7, 7)
-        self.never = nn.Linear(7, 5)
-        self.head = nn.Linear(7, 4)
-        self.on = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.tanh(self.first(x))
-        return self.head(torch.tanh(self.sometimes(hidden)) if self.on else hidden)
-
-
 @on_every_rank(2)
 def test_no_layer_is_lost_while_the_module_has_unsharded_parameters(rank: int, world: int) -> None:
     """The trained parameters are not in the module at this time, so that changes are delayed."""
@@ -136,9 +121,9 @@ def steps_of(model: nn.Module, name: str, rank: int, world: int, shared: bool, *
     path = []
     generator = torch.Generator().manual_seed(1)
     for step in range(6):
-        model.on = step % 3 != 1
+        model.both = step % 3 != 1
         inputs = torch.randn(12, 4, generator=generator, dtype=torch.float64)
-        targets = torch.randint(4, (12,), generator=generator)
+        targets = torch.randint(3, (12,), generator=generator)
         batch = shard((inputs, targets), rank, world) if shared else (inputs, targets)
         optimizer.zero_grad()
         mean_loss(model(batch[0].to(device_of(rank))), batch[1].to(device_of(rank))).backward()
@@ -158,7 +143,9 @@ def sometimes(rank: int, world: int) -> dict[str, Tensor]:
     found = {}
     for name in METHODS:
         torch.manual_seed(0)
-        model = Optional().to(device_of(rank), torch.float64)
+        model = Sometimes()
+        model.never = nn.Linear(4, 4)
+        model.to(device_of(rank), torch.float64)
         if world > 1:
             for layer in model.children():
                 fully_shard(layer)
@@ -320,7 +307,6 @@ def test_sharding_after_construction_is_refused_with_average_gradients(rank: int
         step()
 
 
-# ---------------------------------------------------------------------------------------------------------------- FSDP1
 def wrapped(module: nn.Module) -> nn.Module:
     """A module as the first FSDP wraps it, without its constructor, which needs an accelerator."""
     found = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
