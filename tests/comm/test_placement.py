@@ -1,6 +1,7 @@
 """Grids and owners agree with tables by hand, and loads are close to the optimum."""
 
 from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -50,38 +51,33 @@ def loads(*costs: float) -> list[Load]:
     return [Load(float(cost), int(cost)) for cost in costs]
 
 
-def test_owners_on_eight_ranks() -> None:
-    for workers, owners in [
-        (1, [0, 1, 2, 3, 4, 5, 6, 7, 7, 6]),
-        (2, [0, 1, 2, 3, 7, 6, 5, 4, 4, 5]),
-        (4, [0, 1, 3, 2, 4, 5, 7, 6, 6, 7]),
-        (8, [0, 1, 2, 3, 4, 5, 6, 7, 7, 6]),
-    ]:
-        assert assign(loads(10, 9, 8, 7, 6, 5, 4, 3, 2, 1), Grid(8, workers)) == owners
+TEN, FIVE = (10, 9, 8, 7, 6, 5, 4, 3, 2, 1), (5, 5, 5, 5, 5)
+#: Costs, the numbers of ranks and of gradient workers, options, and the expected owners.
+OWNERS: list[tuple[tuple[int, ...], tuple[int, int], dict[str, Any], list[int]]] = [
+    (TEN, (8, 1), {}, [0, 1, 2, 3, 4, 5, 6, 7, 7, 6]),
+    (TEN, (8, 2), {}, [0, 1, 2, 3, 7, 6, 5, 4, 4, 5]),
+    (TEN, (8, 4), {}, [0, 1, 3, 2, 4, 5, 7, 6, 6, 7]),
+    (TEN, (8, 8), {}, [0, 1, 2, 3, 4, 5, 6, 7, 7, 6]),
+    # ties go to the lower index, and the order of units does not matter
+    (FIVE, (4, 1), {}, [0, 1, 2, 3, 0]),
+    (FIVE, (4, 2), {}, [0, 1, 2, 3, 0]),
+    ((0, 0, 0), (2, 1), {}, [0, 1, 0]),  # unknown loads
+    ((1, 8, 3), (2, 1), {}, [1, 0, 1]),
+    ((4, 4, 4), (2, 1), {"kept": [1]}, [1, 0, 0]),
+    ((9, 4, 4, 4), (2, 1), {"kept": [None, 0, 0, None]}, [1, 0, 0, 0]),
+    ((1, 2), (2, 1), {"kept": [1, 1, 0]}, [1, 1]),
+    ((3, 2, 1), (4, 1), {"only": [3, 1]}, [1, 3, 3]),
+    ((3, 2, 1), (4, 2), {"only": [1, 2]}, [2, 1, 1]),
+    ((3, 2, 1), (4, 1), {"kept": [0], "only": [1]}, [0, 1, 1]),
+]
 
 
-def test_ties_go_to_the_lower_index_and_the_order_of_units_does_not_matter() -> None:
-    assert assign(loads(5, 5, 5, 5, 5), Grid(4, 1)) == [0, 1, 2, 3, 0]
-    assert assign(loads(5, 5, 5, 5, 5), Grid(4, 2)) == [0, 1, 2, 3, 0]
-    assert assign(loads(0, 0, 0), Grid(2, 1)) == [0, 1, 0]  # unknown loads
-    assert assign(loads(1, 8, 3), Grid(2, 1)) == [1, 0, 1]
-
-
-def test_kept_owners_stay() -> None:
-    assert assign(loads(4, 4, 4), Grid(2, 1), kept=[1]) == [1, 0, 0]
-    assert assign(loads(9, 4, 4, 4), Grid(2, 1), kept=[None, 0, 0, None]) == [1, 0, 0, 0]
-    assert assign(loads(1, 2), Grid(2, 1), kept=[1, 1, 0]) == [1, 1]
-    with pytest.raises(ValueError, match="among 2 ranks"):
-        assign(loads(1), Grid(2, 1), kept=[2])
-
-
-def test_owners_among_some_ranks_only() -> None:
-    assert assign(loads(3, 2, 1), Grid(4, 1), only=[3, 1]) == [1, 3, 3]
-    assert assign(loads(3, 2, 1), Grid(4, 2), only=[1, 2]) == [2, 1, 1]
-    assert assign(loads(3, 2, 1), Grid(4, 1), kept=[0], only=[1]) == [0, 1, 1]
-    for only in ([], [4]):
+def test_owners_by_hand() -> None:
+    for costs, grid, options, owners in OWNERS:
+        assert assign(loads(*costs), Grid(*grid), **options) == owners, (costs, grid, options)
+    for options in ({"kept": [4]}, {"only": []}, {"only": [4]}):
         with pytest.raises(ValueError, match="among 4 ranks"):
-            assign(loads(1), Grid(4, 1), only=only)
+            assign(loads(1), Grid(4, 1), **options)
 
 
 def test_neither_time_nor_memory_is_balanced_at_the_expense_of_the_other() -> None:

@@ -19,7 +19,6 @@ from tests.support.pool import everywhere, on_every_rank
 from tests.support.saving import raised, started, train
 from tests.support.tasks import assert_identical
 
-BATCH, STEPS = 12, 8
 RUN = Run()
 
 
@@ -32,20 +31,16 @@ def _train(
     rank: int, world: int, comm: Any, spoil: Callable[[int, int, KFAC], None] | None = None, **options: Any
 ) -> tuple[list[float], KFAC]:
     """The final parameters, and the closed optimizer."""
-    model = _net()
-    wrapped = DistributedDataParallel(model)
-    optimizer = built(
-        KFAC, model, lr=0.05, damping=0.1, factor_update_steps=1, inv_update_steps=2, comm=comm, **options
-    )
-    generator = torch.Generator().manual_seed(0)
-    for t in range(STEPS):
-        x, y = (torch.randn(BATCH, n, generator=generator).chunk(world)[rank] for n in (4, 2))
-        optimizer.zero_grad()
-        (wrapped(x) - y).square().mean().backward()
-        if spoil is not None:
-            spoil(rank, t, optimizer)
-        optimizer.step()
-    optimizer.close()
+    model, generator = DistributedDataParallel(_net()), torch.Generator().manual_seed(0)
+    settings = {"lr": 0.05, "damping": 0.1, "factor_update_steps": 1, "inv_update_steps": 2}
+    with built(KFAC, model, comm=comm, **settings, **options) as optimizer:
+        for t in range(8):
+            x, y = (torch.randn(12, n, generator=generator).chunk(world)[rank] for n in (4, 2))
+            optimizer.zero_grad()
+            (model(x) - y).square().mean().backward()
+            if spoil is not None:
+                spoil(rank, t, optimizer)
+            optimizer.step()
     return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist(), optimizer
 
 

@@ -6,10 +6,13 @@ import pickle
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from secondorder.schedule import DampingDecay, damping_decay
+from secondorder import KFAC
+from secondorder.schedule import DampingDecay, ParamScheduler, damping_decay
+from tests.support.tasks import MLP, assert_identical, train, values
 
 CASES = {
     "published": (4.0, 0.04, 600, 0),
@@ -59,6 +62,21 @@ def test_values_stay_between_the_ends(one: float, two: float, decay_steps: int, 
     rule = damping_decay(initial, final, decay_steps, warmup_steps)
     assert final <= rule(step + 1) <= rule(step) <= initial
     assert rule(min(step, warmup_steps)) == initial
+
+
+def test_training_reads_the_scheduled_damping_from_the_groups() -> None:
+    rule, found = damping_decay(1.0, 1e-2, 6, warmup_steps=1), {}
+    for how in ("scheduled", "by hand", "constant"):
+        model = MLP.model()
+        optimizer = KFAC(model, lr=0.05, damping=1.0, factor_update_steps=1, inv_update_steps=2)
+        schedule = ParamScheduler(optimizer, **({"damping": rule} if how == "scheduled" else {}))
+        for step in range(5):
+            optimizer.param_groups[0].update({"damping": rule(step)} if how == "by hand" else {})
+            train(model, optimizer, MLP, 1, start=step)
+            schedule.step()
+        found[how] = values(model)
+    assert_identical(found["scheduled"], found["by hand"])
+    assert not torch.equal(found["scheduled"]["first.weight"], found["constant"]["first.weight"])
 
 
 def test_rules_compare_by_value_and_can_be_copied() -> None:
