@@ -123,23 +123,19 @@ def test_draws_differ_between_ranks_and_between_steps(pool: Pool) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- Messages and rows
-def refreshed(rank: int, world: int, strategies: Sequence[str], keywords: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The bytes of the second refresh by stage, and the number of rows of each layer, for each strategy."""
-    found = []
-    for strategy in strategies:
-        model = DDP(TASKS["mlp"].model(device_of(rank)))
-        run = Run("mlp", "hylo_sngd", {**SETTINGS, "update_steps": 1, **keywords})
-        with optimizer_on(model, strategy, run) as optimizer:
-            for step in range(2):
-                optimizer.comm.collectives.counter.clear()
-                descend(model, optimizer, shard(run.batch(step), rank, world), run)
-            sent = optimizer.comm.collectives.counter.bytes_by_stage()
-            found.append({"sent": sent, "ranks": optimizer.diagnostics()["rank"]})
-    return found
-
-
 SIDES = {"0": (6, 6), "2": (7, 5), "4": (6, 4)}
 """The sizes of a and g of the layers of the task."""
+
+
+def second_refresh(rank: int, world: int, strategy: str, keywords: Mapping[str, Any]) -> dict[str, int]:
+    """The bytes of the second refresh by stage."""
+    model = DDP(TASKS["mlp"].model(device_of(rank)))
+    run = Run("mlp", "hylo_sngd", {**SETTINGS, "update_steps": 1, **keywords})
+    with optimizer_on(model, strategy, run) as optimizer:
+        for step in range(2):
+            optimizer.comm.collectives.counter.clear()
+            descend(model, optimizer, shard(run.batch(step), rank, world), run)
+        return optimizer.comm.collectives.counter.bytes_by_stage()
 
 
 @on_every_rank(2)
@@ -147,7 +143,7 @@ def test_bytes_of_a_refresh(rank: int, world: int) -> None:
     """Messages contain the rows of all ranks or of one, depending on the strategy, and a triangle of each kernel."""
     for mode, r in [("sngd", 6), ("kid", 3), ("kis", 3)]:
         keywords = {"mode": mode, **({} if mode == "sngd" else {"rank_fraction": 0.5})}
-        comm, mem, owner = (found["sent"] for found in refreshed(rank, world, ("comm", "mem", "comm_owner"), keywords))
+        comm, mem, owner = (second_refresh(rank, world, s, keywords) for s in ("comm", "mem", "comm_owner"))
         rows = sum(r * (n_a + n_g) for n_a, n_g in SIDES.values()) + len(SIDES) * (r * r if mode == "kid" else 0)
         kept = sum(2 * r * (n_a + n_g) for n_a, n_g in SIDES.values())
         kernels = len(SIDES) * r * (2 * r + 1)

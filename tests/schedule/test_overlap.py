@@ -283,20 +283,6 @@ def test_checkpoints_load_with_and_without_overlap(before: bool, after: bool) ->
     assert loaded.state_dict()["state"][0]["refreshes"] >= 2
 
 
-@pytest.mark.parametrize(
-    ("options", "block", "expected"),
-    [
-        ({"stagger": True}, 0, [0, INTERVAL + LAG, 2 * INTERVAL + LAG]),
-        ({"stagger": True}, 1, [0, *(n * INTERVAL // 2 + LAG for n in (1, 3, 5))]),
-        ({"refresh_warmup": True}, 0, [0, 1, 2, 4, 8, 16, INTERVAL + LAG, 2 * INTERVAL + LAG]),
-    ],
-    ids=["staggered, first", "staggered, second", "warm-up"],
-)
-def test_staggered_refreshes_and_warm_ups_overlap_too(options: dict[str, Any], block: int, expected: list[int]) -> None:
-    model = _net()
-    assert _rises(model, _make("eigen", model, **options), 0, 3 * INTERVAL, block=block) == expected
-
-
 def test_after_a_skipped_step_the_next_one_adopts() -> None:
     model, opt = _begun("eigen", INTERVAL + LAG)
     for p in model.parameters():

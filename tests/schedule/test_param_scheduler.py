@@ -268,15 +268,9 @@ def test_invalid_schedules_and_optimizers_are_refused() -> None:
 
 BAD_VALUES: list[tuple[str, Any, type[Exception]]] = [
     ("damping", -1.0, ValueError),
-    ("damping", 0, ValueError),
-    ("damping", float("nan"), ValueError),
     ("damping", "high", TypeError),
     ("inv_update_steps", 10.0, TypeError),
-    ("inv_update_steps", -1, ValueError),
-    ("factor_decay", 1.5, ValueError),
     ("approx", "shrink", ValueError),
-    ("nesterov", 1, TypeError),
-    ("lr", -0.1, ValueError),
     ("lr", None, TypeError),
     ("betas", (0.9, 1.0), ValueError),
 ]
