@@ -188,15 +188,12 @@ def curvature(plan: Plan) -> list[int]:
 
 
 @pytest.mark.parametrize("build", [KFAC, lambda model: EKFAC(model, estimator="running")], ids=["KFAC", "EKFAC"])
-def test_mem_opt_divides_curvature_and_time_by_the_ranks(build: Any) -> None:
+def test_mem_opt_divides_curvature_by_the_ranks(build: Any) -> None:
     for model, worlds in (("resnet20", [2, 4]), ("bert-base", [4, 8])):
         optimizer = build(architecture(model).model)
         (alone,) = curvature(optimizer.plan(1))
         for world in worlds:
-            plan = optimizer.plan(world, MemOpt())
-            assert max(curvature(plan)) <= 1.15 / world * alone
-            flops = each(plan, "flops", "refresh")
-            assert world < 8 or max(flops) <= 1.05 / world * sum(flops)
+            assert max(curvature(optimizer.plan(world, MemOpt()))) <= 1.15 / world * alone
 
 
 # ------------------------------------------------------------------------------------------------------ Calls of plan()

@@ -10,12 +10,11 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from secondorder.curvature.eigenbasis import EigenbasisBlock
 from tests.support.oracles.ranks import (
-    STRATEGIES,
     TASKS,
     Run,
     alone,
@@ -24,7 +23,6 @@ from tests.support.oracles.ranks import (
     build,
     descend,
     distance,
-    flat,
     mean_loss,
     optimizer_on,
     shard,
@@ -121,7 +119,7 @@ def test_examples_of_one_rank_are_left_out(pool: Pool) -> None:
         assert distance(scale, expected) < 1e-10, name
 
 
-# ---------------------------------------------------------------------------------- Checkpoints, and layers that change
+# --------------------------------------------------------------------------------------------------------- Checkpoints
 def without_bases(state: dict[str, Any]) -> dict[str, Any]:
     """The file of a rank of earlier versions, in which only ranks that precondition had bases."""
     for found in state["state"].values():
@@ -178,46 +176,3 @@ def test_loaded_files_can_be_consolidated_before_the_first_step(pool: Pool) -> N
     run = Run("mixed", "ekfac_intra", RARE, steps=4)
     for complete in pool.run(completed, run):
         alone(run)[2].load_state_dict(complete)
-
-
-def freezing(model: nn.Module, optimizer: Any, step: int) -> None:
-    """Freeze a bias from step 3 until step 7, and a layer from step 5 until step 8."""
-    model.conv.bias.requires_grad_(not 3 <= step < 7)
-    model.wide.requires_grad_(not 5 <= step < 8)
-
-
-def switching(model: nn.Module, optimizer: Any, step: int) -> None:
-    """Use the other estimator from step 3 until step 7."""
-    if step in (3, 7):
-        now = optimizer.param_groups[0]["estimator"]
-        optimizer.param_groups[0]["estimator"] = "running" if now == "intra" else "intra"
-
-
-CHANGES = {"layers": (freezing, {}), "to running": (switching, {}), "to intra": (switching, {"estimator": "running"})}
-"""Functions that are called before a step, and options."""
-
-
-def changing(rank: int, world: int, run: Run, change: str) -> tuple[Tensor, list[int]]:
-    """The trajectory, and the number of entries of the bases after every step."""
-    model = TASKS[run.task].model()
-    comm = STRATEGIES["mem"](average_gradients=True) if world > 1 else None
-    with build(run.method, model, comm, **run.keywords) as optimizer:
-        path, kept = [], []
-        for step in range(run.steps):
-            CHANGES[change][0](model, optimizer, step)
-            descend(model, optimizer, shard(run.batch(step), rank, world), run)
-            path.append(flat(model))
-            states = [optimizer.state[block.owner] for block in optimizer.blocks.values()]
-            kept.append(sum(v.numel() for state in states for k, v in state.items() if k.startswith("basis_")))
-        return torch.stack(path), kept
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_layers_and_the_estimator_may_change(pool: Pool, change: str) -> None:
-    run = Run("mixed", "ekfac_intra", {**RARE, **CHANGES[change][1]}, steps=13)
-    found = pool.run(changing, run, change)
-    assert_same_path([path for path, _ in found], changing(0, 1, run, change)[0], tolerance=1e-10)
-    if change != "layers":
-        for step in range(run.steps):
-            kept = sum(numbers[step] for _, numbers in found)
-            assert kept == (2 * NUMBERS if (3 <= step < 7) == (change == "to intra") else NUMBERS), step

@@ -4,25 +4,30 @@ One process saves for all after `consolidate_state_dict`, and `torch.load` reads
 each rank writes and reads its own part with `torch.distributed.checkpoint`.
 """
 
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import checkpoint
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 from secondorder import LowRank
 from tests.support.oracles.ranks import METHODS, Run, distance
 from tests.support.pool import Pool, everywhere, on_every_rank
-from tests.support.saving import raised, shifted, snapshot, started, through_a_file, train
+from tests.support.saving import (
+    dcp_load,
+    dcp_options,
+    dcp_state,
+    raised,
+    shifted,
+    snapshot,
+    started,
+    through_a_file,
+    train,
+)
 from tests.support.tasks import assert_identical
 
 # Factors are updated every 2 steps and refreshed every 4: after the break come a plain step, an update, and a refresh.
@@ -52,18 +57,6 @@ class Checkpoint(NamedTuple):
     path: Tensor
 
 
-def options(form: str, **keywords: Any) -> StateDictOptions:
-    return StateDictOptions(flatten_optimizer_state_dict=form == "flat", **keywords)
-
-
-def state_of(model: nn.Module, optimizer: Any, form: str) -> dict[str, Any]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*partial")
-        plain = form == "plain"
-        state = optimizer.state_dict() if plain else get_optimizer_state_dict(model, optimizer, options=options(form))
-        return {"model": model.state_dict(), "optim": state}
-
-
 def save(
     rank: int,
     world: int,
@@ -85,7 +78,7 @@ def save(
         if form == "file":
             saved = through_a_file((model.state_dict(), snapshot(optimizer)))
         else:
-            saved, state = str(Path(folder, method)), state_of(model, optimizer, form)
+            saved, state = str(Path(folder, method)), dcp_state(model, optimizer, form)
             pending = (checkpoint.async_save if how == "later" else checkpoint.save)(state, checkpoint_id=saved)
         path = train(model, optimizer, rank, world, run, BREAK, ROWS_END if method in ("hylo_kid", "hylo_kis") else END)
         if how == "later":
@@ -110,13 +103,7 @@ def continue_run(
         else:
             if how == "gathered":
                 optimizer.consolidate_state_dict(to=None)
-            target = state_of(model, optimizer, form)
-            checkpoint.load(target, checkpoint_id=saved)
-            model.load_state_dict(target["model"])
-            if form == "plain":
-                optimizer.load_state_dict(target["optim"])
-            else:
-                set_optimizer_state_dict(model, optimizer, target["optim"], options=options(form))
+            dcp_load(model, optimizer, form, saved)
         paths.append(torch.stack(train(model, optimizer, rank, world, run, BREAK, BREAK + len(path))))
         optimizer.close()
     return paths
@@ -256,13 +243,11 @@ def test_full_state_of_one_rank_needs_consolidation(rank: int, world: int, form:
         train(model, optimizer, rank, world, run, 0, BREAK)
         if first:
             optimizer.consolidate_state_dict()
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*partial")
-            state = get_optimizer_state_dict(model, optimizer, options=options(form, full_state_dict=True))
+        state = dcp_state(model, optimizer, form, full_state_dict=True)["optim"]
         other, second = started(rank, "mem", run)
         other.load_state_dict(model.state_dict())
         state = everywhere(state)[0]
-        kind, message = raised(set_optimizer_state_dict, other, second, state, options=options(form))
+        kind, message = raised(set_optimizer_state_dict, other, second, state, options=dcp_options(form))
         if first:
             assert (kind, message) == ("", "")
             pairs = ((model, optimizer), (other, second))

@@ -175,6 +175,61 @@ def test_curvature_is_turned_on_and_off_on_all_ranks(pool: Pool, strategy: str, 
     assert_same_path(pool.run(switched_on_a_rank, strategy, run, world=world, timeout=60), expected)
 
 
+def alternating(model: nn.Module, optimizer: Any, step: int) -> None:
+    """Use another decay in every step."""
+    optimizer.param_groups[0]["factor_decay"] = 0.5 if step % 2 else 0.9
+
+
+def freezing(model: nn.Module, optimizer: Any, step: int) -> None:
+    """Freeze a bias from step 3 until step 7, and a layer from step 5 until step 8."""
+    model.conv.bias.requires_grad_(not 3 <= step < 7)
+    model.wide.requires_grad_(not 5 <= step < 8)
+
+
+def exchanging(model: nn.Module, optimizer: Any, step: int) -> None:
+    """Use the other estimator from step 3 until step 7."""
+    if step in (3, 7):
+        now = optimizer.param_groups[0]["estimator"]
+        optimizer.param_groups[0]["estimator"] = "running" if now == "intra" else "intra"
+
+
+DECAYING = Run(keywords={"factor_update_steps": 1, "inv_update_steps": 4, "refresh_warmup": False}, steps=9)
+RUNNING = {**RARE, "estimator": "running"}
+CHANGES = {
+    "decay": (alternating, DECAYING),
+    "layers": (freezing, Run("mixed", "ekfac_intra", RARE, steps=13)),
+    "to running": (exchanging, Run("mixed", "ekfac_intra", RARE, steps=13)),
+    "to intra": (exchanging, Run("mixed", "ekfac_intra", RUNNING, steps=13)),
+}
+"""Functions that are called before a step, and runs."""
+
+
+def changing(rank: int, world: int, strategy: str | None, change: str) -> tuple[Tensor, list[int]]:
+    """The trajectory, and the number of entries of the bases after every step."""
+    before, run = CHANGES[change]
+    model = TASKS[run.task].model()
+    comm = STRATEGIES[strategy](average_gradients=True) if strategy else None
+    with build(run.method, model, comm, **run.keywords) as optimizer:
+        path, kept = [], []
+        for step in range(run.steps):
+            before(model, optimizer, step)
+            path += train(model, optimizer, rank, world, run, step, step + 1)
+            states = [optimizer.state[block.owner] for block in optimizer.blocks.values()]
+            kept.append(sum(v.numel() for state in states for k, v in state.items() if k.startswith("basis_")))
+        return torch.stack(path), kept
+
+
+@pytest.mark.parametrize(("change", "strategy"), [("decay", "comm"), *((change, "mem") for change in CHANGES)])
+def test_options_and_layers_may_change(pool: Pool, change: str, strategy: str) -> None:
+    """A decay applies to the step that measures, and ranks only have all bases while the scales are measured anew."""
+    found, (expected, whole) = pool.run(changing, strategy, change), changing(0, 1, None, change)
+    assert_same_path([path for path, _ in found], expected, tolerance=1e-11 if change == "decay" else 1e-10)
+    if change in ("to running", "to intra"):
+        for step, bases in enumerate(whole):
+            kept = sum(numbers[step] for _, numbers in found)
+            assert kept == (2 * bases if (3 <= step < 7) == (change == "to intra") else bases), step
+
+
 # ----------------------------------------------------------------------------------------------------------- Statistics
 SIZES = {"2": [(6, 6), (5, 2), (1, 7)], "3": [(4, 4, 4), (5, 2, 1), (1, 8, 3)]}
 
@@ -222,24 +277,6 @@ def masked_shards(rank: int, world: int, strategy: str, run: Run) -> tuple[Tenso
     model = DDP(TASKS[run.task].model(device_of(rank)))
     with optimizer_on(model, strategy, run) as optimizer:
         return masked_steps(model, optimizer, rank, world), curvatures(optimizer)
-
-
-def decaying(rank: int, world: int, strategy: str | None, run: Run) -> Tensor:
-    """The parameters after each step, with a decay that alternates."""
-    model = TASKS[run.task].model()
-    comm = STRATEGIES[strategy](average_gradients=True) if strategy else None
-    with build(run.method, model, comm, **run.keywords) as optimizer:
-        path = []
-        for step in range(9):
-            optimizer.param_groups[0]["factor_decay"] = 0.5 if step % 2 else 0.9
-            path += train(model, optimizer, rank, world, run, step, step + 1)
-        return torch.stack(path)
-
-
-def test_a_decay_that_changes_applies_to_the_step_that_measures(pool: Pool) -> None:
-    for strategy in BOTH:
-        run = Run(keywords={"factor_update_steps": 1, "inv_update_steps": 4, "refresh_warmup": False})
-        assert_same_path(pool.run(decaying, strategy, run), decaying(0, 1, None, run), tolerance=1e-11)
 
 
 @each(method=["kfac_eigen", "ekfac_intra"], strategy=BOTH)

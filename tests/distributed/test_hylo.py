@@ -85,12 +85,11 @@ CHOICES: dict[str, dict[str, Any]] = {
     "kid": {"mode": "kid", "rank_fraction": 0.5},
     "kid_relative": {"mode": "kid", "rank_fraction": 0.5, **RELATED},
     "kis": {"mode": "kis", "rank_fraction": 0.5},
-    "kis_replacement": {"mode": "kis", "rank_fraction": 0.4, "kis_sampling": "replacement", **RELATED},
-    "kis_bounded": {"mode": "kis", "rank_fraction": 1.0, "max_rank": 7},
+    "kis_bounded": {"mode": "kis", "rank_fraction": 1.0, "max_rank": 7, "kis_sampling": "replacement", **RELATED},
 }
 
 
-@only("kid", "kis_replacement", keywords=CHOICES)
+@only("kid", "kis_bounded", keywords=CHOICES)
 def test_rows_are_chosen_from_every_shard(pool: Pool, keywords: dict[str, Any]) -> None:
     case = Case(keywords=keywords, sizes=(5, 3, 4), steps=4)
     expected = chosen_path(case, 3)

@@ -1,6 +1,5 @@
 """Checkpoints of sharded training, by `torch.distributed.checkpoint`, one per rank, or gathered on one rank."""
 
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,6 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
@@ -21,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from tests.support.grid import only
 from tests.support.oracles.ranks import STRATEGIES, assert_replicas, distance
 from tests.support.pool import Pool, everywhere, on_every_rank
-from tests.support.saving import raised, shifted, snapshot, through_a_file
+from tests.support.saving import dcp_load, dcp_state, raised, shifted, snapshot, through_a_file
 from tests.support.sharding import Case, Wrap, alone, started, train
 
 BREAK, END = 5, 9
@@ -40,17 +37,6 @@ WINDOWS = {
 }
 CASES = LAYERS | WINDOWS
 FORMS = ("nested", "flat")
-
-
-def _options(form: str, **keywords: Any) -> StateDictOptions:
-    return StateDictOptions(flatten_optimizer_state_dict=form == "flat", **keywords)
-
-
-def _state(model: nn.Module, optimizer: Any, form: str, **keywords: Any) -> dict[str, Any]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*partial")
-        optim = get_optimizer_state_dict(model, optimizer, options=_options(form, **keywords))
-    return {"model": get_model_state_dict(model, options=_options(form, **keywords)), "optim": optim}
 
 
 def _trained(rank: int, world: int, case: Case) -> tuple[nn.Module, Any]:
@@ -73,7 +59,7 @@ def save(
     model, optimizer = _trained(rank, world, case)
     if gathered:
         optimizer.consolidate_state_dict(to=None, pieces=False)
-    checkpoint.save(_state(model, optimizer, form), checkpoint_id=str(folder))
+    checkpoint.save(dcp_state(model, optimizer, form), checkpoint_id=str(folder))
     return _rest(model, optimizer, case, rank, world)
 
 
@@ -90,10 +76,7 @@ def continue_run(
     shifted(model)
     if gathered:
         optimizer.consolidate_state_dict(to=None, pieces=False)
-    state = _state(model, optimizer, form)
-    checkpoint.load(state, checkpoint_id=str(folder))
-    set_model_state_dict(model, state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optim"], options=_options(form))
+    dcp_load(model, optimizer, form, str(folder))
     return _rest(model, optimizer, case, rank, world)
 
 
@@ -171,12 +154,8 @@ def on_one_rank(rank: int, world: int, name: str, by_torch: bool) -> tuple[Any, 
     case = CASES[name]
     model, optimizer = _trained(rank, world, case)
     optimizer.consolidate_state_dict(pieces=not by_torch)
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = get_model_state_dict(model, options=options)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*partial")
-        gathered = get_optimizer_state_dict(model, optimizer, options=options) if by_torch else optimizer.state_dict()
-    saved = through_a_file([weights, gathered]) if rank == 0 else None
+    whole = dcp_state(model, optimizer, "nested" if by_torch else "plain", full_state_dict=True, cpu_offload=True)
+    saved = through_a_file([whole["model"], whole["optim"]]) if rank == 0 else None
     return saved, _rest(model, optimizer, case, rank, world)
 
 
@@ -205,7 +184,7 @@ def test_a_full_file_is_distributed_to_all_ranks_only_after_consolidation(rank: 
         model, optimizer = _trained(rank, world, case)
         if gathered:
             optimizer.consolidate_state_dict(pieces=False)
-        state = _state(model, optimizer, "nested", full_state_dict=True, cpu_offload=True)
+        state = dcp_state(model, optimizer, "nested", full_state_dict=True, cpu_offload=True)
         weights, state = through_a_file([state["model"], state["optim"]]) if rank == 0 else ({}, {})
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         other, second = started(rank, world, case)

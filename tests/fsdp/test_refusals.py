@@ -12,11 +12,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from secondorder import EKFAC, GGT, KFAC, MFAC, CommOpt, DedicatedWorkers, HyLo, MemOpt, SparseMFAC, TopK
+from secondorder import EKFAC, GGT, KFAC, MFAC, CommOpt, DedicatedWorkers, HyLo, MemOpt, SparseMFAC
 from tests.support.building import built
 from tests.support.grid import only, sample
 from tests.support.networks import Sometimes
-from tests.support.oracles.ranks import assert_replicas, distance, mean_loss, shard
+from tests.support.oracles.ranks import LAYERWISE, assert_replicas, build, distance, mean_loss, shard
 from tests.support.pool import Pool, device_of, on_every_rank
 from tests.support.saving import raised
 from tests.support.sharding import Case, Wrap, descend, flat, fully_sharded, started, train
@@ -102,105 +102,85 @@ def test_no_layer_is_lost_while_the_module_has_unsharded_parameters(rank: int, w
     optimizer.close()
 
 
-_LAYERS = {"lr": 0.05, "damping": 0.1, "inv_update_steps": 2, "factor_update_steps": 1}
-_WINDOW = {"lr": 0.05, "damping": 0.1, "window_size": 4}
-METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "kfac": (KFAC, _LAYERS),
-    "ekfac": (EKFAC, _LAYERS),
-    "mfac": (MFAC, {**_WINDOW, "momentum": 0.9}),
-    "sparse": (SparseMFAC, {**_WINDOW, "compression": TopK(0.3, 8)}),
-    "by layer": (MFAC, {**_WINDOW, "partition": "layer"}),
-    "ggt": (GGT, {"lr": 0.05, "eps": 0.1, "window_size": 4}),
-}
+METHODS: list[tuple[str, dict[str, Any]]] = [
+    ("kfac_eigen", {}), ("ekfac_intra", {}), ("mfac", {}), ("mfac", {"partition": "layer"}), ("mfac_sparse", {}),
+    ("ggt", {}),
+]  # fmt: skip
 
 
-def steps_of(model: nn.Module, name: str, rank: int, world: int, shared: bool, **keywords: Any) -> Tensor:
-    """The trajectory of a model that uses a layer in some steps, on shards of a batch or on the full batch."""
-    cls, own = METHODS[name]
-    optimizer = built(cls, model, **own, **keywords)
-    path = []
-    generator = torch.Generator().manual_seed(1)
+def steps_of(model: nn.Module, optimizer: Any, rank: int, world: int, classes: int) -> Tensor:
+    """The trajectory of a model that may use a layer in some steps, on shards of a batch."""
+    path, generator = [], torch.Generator().manual_seed(1)
     for step in range(6):
         model.both = step % 3 != 1
         inputs = torch.randn(12, 4, generator=generator, dtype=torch.float64)
-        targets = torch.randint(3, (12,), generator=generator)
-        batch = shard((inputs, targets), rank, world) if shared else (inputs, targets)
+        targets = torch.randint(classes, (12,), generator=generator)
+        inputs, targets = (t.to(device_of(rank)) for t in shard((inputs, targets), rank, world))
         optimizer.zero_grad()
-        mean_loss(model(batch[0].to(device_of(rank))), batch[1].to(device_of(rank))).backward()
+        mean_loss(model(inputs), targets).backward()
         optimizer.step()
         path.append(flat(model))
     optimizer.close()
     return torch.stack(path)
 
 
-def assert_all_like_one_process(alone: dict[str, Tensor], of_ranks: list[dict[str, Tensor]]) -> None:
-    for name, reference in alone.items():
-        assert_replicas([found[name] for found in of_ranks])
-        assert distance(of_ranks[0][name], reference) <= 1e-9, name
+def assert_all_like_one_process(pool: Pool, paths: Any, world: int) -> None:
+    """A function returns the trajectory of each method on a rank."""
+    for reference, *of_ranks in zip(pool.run(paths, world=1)[0], *pool.run(paths, world=world), strict=True):
+        assert_replicas(of_ranks)
+        assert distance(of_ranks[0], reference) <= 1e-9
 
 
-def sometimes(rank: int, world: int) -> dict[str, Tensor]:
-    found = {}
-    for name in METHODS:
+def sometimes(rank: int, world: int) -> list[Tensor]:
+    found = []
+    for method, keywords in METHODS:
         torch.manual_seed(0)
         model = Sometimes()
         model.never = nn.Linear(4, 4)
         model.to(device_of(rank), torch.float64)
-        if world > 1:
-            for layer in model.children():
-                fully_shard(layer)
-            fully_shard(model)
-        found[name] = steps_of(model, name, rank, world, shared=True)
+        for module in [*model.children(), model] if world > 1 else []:
+            fully_shard(module)
+        found.append(steps_of(model, build(method, model, **keywords), rank, world, 3))
     return found
 
 
 def test_layers_that_some_steps_do_not_use_train_like_one_process(pool: Pool) -> None:
-    assert_all_like_one_process(pool.run(sometimes, world=1)[0], pool.run(sometimes, world=2))
+    assert_all_like_one_process(pool, sometimes, 2)
 
 
 # ---------------------------------------------------------------------------------------------- Tensor-parallel modules
-class Parallel(nn.Module):
-    """A network with two layers that may be tensor-parallel, and two that are replicated."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(4, 4)
-        self.up = nn.Linear(4, 8)
-        self.down = nn.Linear(8, 4)
-        self.head = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.tanh(self.stem(x))
-        return self.head(torch.tanh(self.down(torch.tanh(self.up(hidden)))))
+def four_layers(rank: int) -> nn.Module:
+    """Two layers that may be tensor-parallel, between two that are replicated."""
+    torch.manual_seed(0)
+    sizes = {"stem": (4, 4), "up": (4, 8), "down": (8, 4), "head": (4, 4)}
+    model = nn.Sequential()
+    for name, size in sizes.items():
+        model.add_module(name, nn.Linear(*size))
+        model.append(nn.Tanh())
+    return model.to(device_of(rank), torch.float64)
 
 
 def parallel(rank: int, world: int) -> nn.Module:
-    torch.manual_seed(0)
-    model = Parallel().to(device_of(rank), torch.float64)
+    model = four_layers(rank)
     if world > 1:
         mesh = init_device_mesh(device_of(rank).type, (world,))
         parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return model
 
 
-#: Layer methods have to skip tensor-parallel layers.
-TAKEN: dict[str, dict[str, Any]] = {
-    **{name: {} for name in ("mfac", "sparse", "by layer", "ggt")},
-    **{name: {"skip_layers": ["up", "down"], "weight_decay": 0.1} for name in ("kfac", "ekfac")},
-}
-
-
-def tensor_parallel(rank: int, world: int) -> dict[str, Tensor]:
-    """The trajectories of a rank that sees the full batch, and has a part of two layers."""
-    return {
-        name: steps_of(parallel(rank, world), name, rank, world, shared=False, **keywords)
-        for name, keywords in TAKEN.items()
-    }
+def tensor_parallel(rank: int, world: int) -> list[Tensor]:
+    """The trajectories of a rank that sees the full batch, and has a part of two layers, which layer methods skip."""
+    found = []
+    for method, keywords in METHODS:
+        skipped = {"skip_layers": ["up", "down"], "weight_decay": 0.1} if method in LAYERWISE else {}
+        model = parallel(rank, world)
+        found.append(steps_of(model, build(method, model, **keywords, **skipped), rank, 1, 4))
+    return found
 
 
 @only("4", world=[2, 4])
 def test_windows_cover_tensor_parallel_modules_and_layer_methods_can_skip_them(pool: Pool, world: int) -> None:
-    assert_all_like_one_process(pool.run(tensor_parallel, world=1)[0], pool.run(tensor_parallel, world=world))
+    assert_all_like_one_process(pool, tensor_parallel, world)
 
 
 @on_every_rank(2)
@@ -215,8 +195,7 @@ def test_layer_methods_refuse_tensor_parallel_layers_by_name(rank: int, world: i
 @on_every_rank(4)
 def test_parameters_that_are_sharded_in_two_ways_are_refused_by_name(rank: int, world: int) -> None:
     """They are tensor-parallel on pairs of ranks, and FSDP2 shards the parts."""
-    torch.manual_seed(0)
-    model = Parallel().to(device_of(rank), torch.float64)
+    model = four_layers(rank)
     mesh = init_device_mesh(device_of(rank).type, (2, 2), mesh_dim_names=("data", "parallel"))
     parallelize_module(model, mesh["parallel"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     fully_shard(model, mesh=mesh["data"])
@@ -225,20 +204,13 @@ def test_parameters_that_are_sharded_in_two_ways_are_refused_by_name(rank: int, 
             built(cls, model, **options)
 
 
-def whole_parallel(rank: int) -> tuple[nn.Module, Tensor]:
-    """A model without tensor parallelism, and inputs."""
-    device = device_of(rank)
-    return Parallel().to(device, torch.float64), torch.ones(3, 4, dtype=torch.float64, device=device)
-
-
 @on_every_rank(2)
 def test_an_optimizer_that_was_built_before_sharding_raises_at_its_first_step(rank: int, world: int) -> None:
-    for name in ("kfac", "mfac"):
-        model, inputs = whole_parallel(rank)
-        cls, keywords = METHODS[name]
-        optimizer = built(cls, model, **keywords)
+    for method in ("kfac_eigen", "mfac"):
+        model = four_layers(rank)
+        optimizer = build(method, model)
         fully_shard(model)
-        model(inputs).sum().backward()
+        model(torch.ones(3, 4, dtype=torch.float64, device=device_of(rank))).sum().backward()
         with pytest.raises(RuntimeError, match=r"make it after fully_shard\(\)"):
             optimizer.step()
 
@@ -286,14 +258,13 @@ def test_complex_parameters_of_sharded_models_are_refused_by_name(rank: int, wor
             cls(model, lr=0.1)
 
 
-@pytest.mark.parametrize("name", ["kfac", pytest.param("mfac", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["kfac_eigen", pytest.param("mfac", marks=pytest.mark.slow)])
 @on_every_rank(2)
-def test_sharding_after_construction_is_refused_with_average_gradients(rank: int, world: int, name: str) -> None:
+def test_sharding_after_construction_is_refused_with_average_gradients(rank: int, world: int, method: str) -> None:
     """The groups contain the sharded parameters in place of those of the construction."""
-    model, inputs = whole_parallel(rank)
+    model, inputs = four_layers(rank), torch.ones(3, 4, dtype=torch.float64, device=device_of(rank))
     names = {p: path for path, p in model.named_parameters()}
-    cls, keywords = METHODS[name]
-    optimizer = built(cls, model, comm=CommOpt(average_gradients=True), **keywords)
+    optimizer = build(method, model, CommOpt(average_gradients=True))
     fully_shard(model)
     cut = dict(model.named_parameters())
     for group in optimizer.param_groups:

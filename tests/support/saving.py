@@ -8,6 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.support.oracles import ranks
@@ -45,6 +53,32 @@ def through_a_file(saved: Any) -> Any:
     torch.save(saved, file)
     file.seek(0)
     return torch.load(file, weights_only=True)
+
+
+def dcp_options(form: str, **keywords: Any) -> StateDictOptions:
+    """Options of a nested or flat state by parameter names."""
+    return StateDictOptions(flatten_optimizer_state_dict=form == "flat", **keywords)
+
+
+def dcp_state(model: nn.Module, optimizer: Any, form: str, **keywords: Any) -> dict[str, Any]:
+    """The states of a model and its optimizer by parameter names, or the optimizer's own if the form is "plain"."""
+    options = dcp_options(form, **keywords)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*partial")
+        plain = form == "plain"
+        optim = optimizer.state_dict() if plain else get_optimizer_state_dict(model, optimizer, options=options)
+    return {"model": get_model_state_dict(model, options=options), "optim": optim}
+
+
+def dcp_load(model: nn.Module, optimizer: Any, form: str, folder: str) -> None:
+    """Load the part of this rank from files that any number of ranks have written."""
+    state = dcp_state(model, optimizer, form)
+    checkpoint.load(state, checkpoint_id=folder)
+    set_model_state_dict(model, state["model"])
+    if form == "plain":
+        optimizer.load_state_dict(state["optim"])
+    else:
+        set_optimizer_state_dict(model, optimizer, state["optim"], options=dcp_options(form))
 
 
 def shifted(model: nn.Module) -> nn.Module:
