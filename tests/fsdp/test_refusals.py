@@ -108,14 +108,14 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-def steps_of(model: nn.Module, optimizer: Any, rank: int, world: int, classes: int) -> Tensor:
-    """The trajectory of a model that may use a layer in some steps, on shards of a batch."""
+def steps_of(model: nn.Module, optimizer: Any, rank: int, shards: int, classes: int) -> Tensor:
+    """The trajectory of a model that may use a layer in some steps, on one of the shards of each batch."""
     path, generator = [], torch.Generator().manual_seed(1)
     for step in range(6):
         model.both = step % 3 != 1
         inputs = torch.randn(12, 4, generator=generator, dtype=torch.float64)
         targets = torch.randint(classes, (12,), generator=generator)
-        inputs, targets = (t.to(device_of(rank)) for t in shard((inputs, targets), rank, world))
+        inputs, targets = (t.to(device_of(rank)) for t in shard((inputs, targets), rank % shards, shards))
         optimizer.zero_grad()
         mean_loss(model(inputs), targets).backward()
         optimizer.step()
