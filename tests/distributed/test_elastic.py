@@ -45,8 +45,6 @@ EXTRA = {
     "mfac_sparse_layer": Run("cnn", "mfac_sparse", {"partition": "layer"}),
 }
 OF_FACTORS = ("comm_owner", "mem_replicated", "local_factors", "chief", "chief_inverses")
-FORMS = ("plain", "nested", "flat")
-"""Forms of `torch.distributed.checkpoint`: the state dict of the optimizer, or torch's nested or flat version of it."""
 
 
 class Checkpoint(NamedTuple):
@@ -187,7 +185,10 @@ def test_checkpoints_without_curvature_load_alike_everywhere(pool: Pool, kind: s
 
 # ----------------------------------------------------------------------------------------- torch.distributed.checkpoint
 class Way(NamedTuple):
-    """How methods are saved, the layouts that continue, and the forms, of which the first one is not slow."""
+    """How methods are saved, the layouts that continue, and the forms, of which the first one is not slow.
+
+    A form is the state dict of the optimizer ("plain"), or torch's nested or flat version of it.
+    """
 
     forms: tuple[str, ...]
     methods: tuple[str, ...]
