@@ -241,13 +241,17 @@ def _not_ok(*args: Any) -> Any:
     return {key: (tensors, torch.zeros_like(ok)) for key, (tensors, ok) in factorise(*args).items()}
 
 
-def test_a_first_refresh_that_failed_waits_for_another_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_refresh_that_failed_waits_for_another_estimate_and_the_limit_raises(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "factorise", _not_ok)
     model, failed = _net(), []
-    opt = _make("eigen", model, factor_update_steps=4)
+    opt = _make("eigen", model, factor_update_steps=4, max_failures=3)
     _train(model, opt, 0, 5, lambda t: failed.append(opt.preconditioner.refresher.failed))
     assert failed == [2, 2, 2, 2, 4]
     assert [state["refreshes"] for state in _states(opt)] == [0, 0]
+    with pytest.raises(RuntimeError, match="could not be factorized 3 times in a row"):
+        _train(model, opt, 5, 9)
 
 
 def test_outcomes_that_arrive_later_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
