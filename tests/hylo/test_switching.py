@@ -1,11 +1,11 @@
 """Switch policies decide from periods that ended before a refresh, equally on every device and after a resume."""
 
 import copy
-import io
 import json
 import math
 import pickle
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from secondorder import switching
 from secondorder.switching import Always, EpochList, GradNormChange, LRChange, ProbeError, SwitchPolicy
+from tests.support.saving import through_a_file
 
 NAN, INF = math.nan, math.inf
 Place = Callable[[float], Tensor]
@@ -118,36 +119,24 @@ def blank(policy: SwitchPolicy) -> SwitchPolicy:
     return eval(repr(policy), vars(switching))
 
 
-def reloaded(policy: SwitchPolicy) -> SwitchPolicy:
+def reloaded(policy: SwitchPolicy, through: Callable[[dict[str, float]], Any]) -> SwitchPolicy:
     other = blank(policy)
-    other.load_state_dict(policy.state_dict())
+    other.load_state_dict(through(policy.state_dict()))
     return other
 
 
-def through_json(policy: SwitchPolicy) -> SwitchPolicy:
-    other = blank(policy)
-    other.load_state_dict(json.loads(json.dumps(policy.state_dict())))
-    return other
+def through_json(state: dict[str, float]) -> Any:
+    return json.loads(json.dumps(state))
 
 
-def through_torch(policy: SwitchPolicy) -> SwitchPolicy:
-    file = io.BytesIO()
-    torch.save({k: torch.tensor(v, dtype=torch.float64) for k, v in policy.state_dict().items()}, file)
-    file.seek(0)
-    other = blank(policy)
-    other.load_state_dict(torch.load(file, weights_only=True))
-    return other
+def through_torch(state: dict[str, float]) -> Any:
+    return through_a_file({key: torch.tensor(value, dtype=torch.float64) for key, value in state.items()})
 
 
-def pickled(policy: SwitchPolicy) -> SwitchPolicy:
-    return pickle.loads(pickle.dumps(policy))
-
-
-RENEWALS = {
-    "state": reloaded,
-    "json": through_json,
-    "torch": through_torch,
-    "pickle": pickled,
+RENEWALS: dict[str, Callable[[SwitchPolicy], SwitchPolicy]] = {
+    "json": partial(reloaded, through=through_json),
+    "torch": partial(reloaded, through=through_torch),
+    "pickle": lambda policy: pickle.loads(pickle.dumps(policy)),
     "deepcopy": copy.deepcopy,
 }
 
@@ -159,26 +148,18 @@ NORMS = [3.0, 5.0, 4.0, 4.4, 4.2, 4.2, 7.0, 5.0, 6.0, 6.0, 5.9, 5.9, 1.0, 1.0]
 NORM_CASES: list[tuple[dict[str, Any], list[float | None], str]] = [
     # The mean of the fourth period differs from that of the third, hence KID in the fifth. The first two are KID.
     ({"eta": 0.1, "period_steps": 2}, NORMS, "DDDD" + "IIII" + "DD" + "IIII"),
-    ({"eta": 0.04, "period_steps": 2}, NORMS, "DDDD" + "DD" + "II" + "DD" + "IIII"),
-    ({"eta": 0.5, "period_steps": 2}, NORMS, "DDDD" + "I" * 10),
     ({"eta": 0.0, "period_steps": 2}, NORMS, "D" * 14),
     # A falling norm is a change, and a change of exactly eta is enough.
     ({"eta": 0.1, "period_steps": 1}, [4.0, 4.0, 3.0, 3.0, 3.2, 0.0, 0.0, 1.0, 1.0], "DDIDIIDID"),
     ({"eta": 0.5, "period_steps": 1}, [2.0, 3.0, 3.0], "DDD"),
     # A norm that is not finite is left out of the sum and of the count: three norms of 4 are not less than four.
-    *[
-        ({"eta": 0.1, "period_steps": 4}, [4.0] * 5 + [bad] + [4.0] * 6, "DDDDDDDD" + "IIII")
-        for bad in (NAN, INF, -INF)
-    ],
-    # A period without a finite norm is skipped: later periods are compared with the last one that had one.
-    *[
-        (
-            {"eta": 0.1, "period_steps": 2},
-            [4.0, 4.0, *[bad] * 4, 4.0, 4.0, 4.0, *[bad] * 3, *[8.0] * 4],
-            "DDDDDDDDIIIIIIDD",
-        )
-        for bad in (NAN, INF, None)
-    ],
+    ({"eta": 0.1, "period_steps": 4}, [4.0] * 5 + [-INF] + [4.0] * 6, "DDDDDDDD" + "IIII"),
+    # A period without a norm is skipped: later periods are compared with the last one that had one.
+    (
+        {"eta": 0.1, "period_steps": 2},
+        [4.0, 4.0, *[None] * 4, *[4.0] * 3, *[None] * 3, *[8.0] * 4],
+        "D" * 8 + "IIIIIIDD",
+    ),
 ]
 
 
@@ -191,17 +172,27 @@ def test_decisions_follow_the_norms(place):
             assert found == expected[::every], (keywords, norms)
 
 
+CHANGED = "a learning rate changed at step 3"
+RATES = [[0.1]] * 3 + [[0.05]] * 2
+REASONS: list[tuple[SwitchPolicy, list[float], str]] = [
+    (GradNormChange(eta=0.1, period_steps=1), [], "nothing decided yet"),
+    (GradNormChange(eta=0.1, period_steps=1), [1.0], "no two periods to compare yet"),
+    (GradNormChange(0.1, 1), [1.0, 1.25, 9.0], "mean gradient norm 1 → 1.25, a change of 0.25 (eta=0.1)"),
+    (GradNormChange(0.1, 1), [1.0] * 4, CHANGED),
+    (LRChange(period_steps=1), [NAN] * 3, "no learning rate has changed"),
+    (LRChange(period_steps=1), [NAN] * 5, CHANGED),
+    (EpochList([(0, 1), (3, 5)], steps_per_epoch=1), [NAN] * 5, "epoch 4 is in the intervals of KID"),
+    (EpochList([(0, 1), (3, 5)], steps_per_epoch=1), [NAN] * 3, "epoch 2 is outside the intervals of KID"),
+    (ProbeError(), [NAN], "no error measured yet, or not a number"),
+    (Always("sngd"), [NAN], "always sngd"),
+]
+
+
 def test_the_reason_is_reported():
-    policy = GradNormChange(eta=0.1, period_steps=1)
-    assert policy.reason == "nothing decided yet"
-    run(policy, [1.0])
-    assert policy.reason == "no two periods to compare yet"
-    policy = GradNormChange(eta=0.1, period_steps=1)
-    run(policy, [1.0, 1.25, 9.0])
-    assert policy.reason == "mean gradient norm 1 → 1.25, a change of 0.25 (eta=0.1)"
-    policy = GradNormChange(eta=0.1, period_steps=1)
-    run(policy, [1.0] * 5, [[0.1]] * 3 + [[0.05]] * 2, every=4)
-    assert policy.reason == "a learning rate changed at step 3"
+    for original, norms, expected in REASONS:
+        policy = copy.deepcopy(original)
+        run(policy, norms, RATES)
+        assert policy.reason == expected
 
 
 @places
@@ -275,22 +266,24 @@ def follows_change(step: int, every: int, changes: list[int], window: int) -> bo
 
 
 def by_definition(
-    norms: Sequence[float], lrs: Sequence[Sequence[float]], every: int, eta: float, period: int, hold: int
+    norms: Sequence[float], lrs: Sequence[Sequence[float]], every: int, eta: float | None, period: int, hold: int
 ) -> str:
-    """Each decision, from the whole history before it."""
+    """Each decision, from the whole history before it; without ``eta``, norms do not matter."""
     answers = []
     for step in range(0, len(norms), every):
         ended = [norms[e * period : (e + 1) * period] for e in range(step // period)]
         finite = [[x for x in values if math.isfinite(x)] for values in ended]
         means = [sum(values) / len(values) for values in finite if values]
-        kid = len(means) < 2 or follows_change(step, every, changes_of(lrs), hold * period)
-        answers.append("D" if kid or abs(means[-1] - means[-2]) >= eta * means[-2] else "I")
+        kid = follows_change(step, every, changes_of(lrs), hold * period)
+        if eta is not None:
+            kid = kid or len(means) < 2 or abs(means[-1] - means[-2]) >= eta * means[-2]
+        answers.append("D" if kid else "I")
     return "".join(answers)
 
 
-RATES = st.lists(st.sampled_from([0.0, 0.01, 0.095, 0.1, 0.2]), min_size=2, max_size=2)
+LRS = st.lists(st.sampled_from([0.0, 0.01, 0.095, 0.1, 0.2]), min_size=2, max_size=2)
 SIGNALS = st.lists(
-    st.tuples(st.sampled_from([1.0, 1.0, 1.0, 1.3, 2.0, NAN, INF]), RATES, st.integers(1, 6)), min_size=3, max_size=12
+    st.tuples(st.sampled_from([1.0, 1.0, 1.0, 1.3, 2.0, NAN, INF]), LRS, st.integers(1, 6)), min_size=3, max_size=12
 )
 
 
@@ -302,7 +295,7 @@ SIGNALS = st.lists(
     eta=st.sampled_from([0.07, 0.21]),
     period=st.integers(1, 6),
     hold=st.integers(0, 2),
-    name=st.sampled_from(["none", "state", "pickle"]),
+    name=st.sampled_from(["none", "json", "pickle"]),
 )
 def test_decisions_follow_the_definition(place, signals, every, eta, period, hold, name):
     norms, lrs = [], []
@@ -311,6 +304,8 @@ def test_decisions_follow_the_definition(place, signals, every, eta, period, hol
         lrs += [rates] * length
     policy, renew = GradNormChange(eta, period, hold), RENEWALS.get(name)
     assert run(policy, norms, lrs, every, place, renew) == by_definition(norms, lrs, every, eta, period, hold)
+    policy = LRChange(hold + 1, period)
+    assert run(policy, norms, lrs, every, place, renew) == by_definition(norms, lrs, every, None, period, hold + 1)
 
 
 # ---------------------------------------------------------------- LRChange
@@ -319,21 +314,17 @@ def rates(policy: LRChange, lrs: Sequence[float | Sequence[float]], every: int =
     return run(policy, [NAN] * len(lists), lists, every, renew=renew)
 
 
-FALLS, RISES = [1.0] * 5 + [0.5] * 10 + [0.05] * 5, [0.0, 0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0]
+FALLS = [1.0] * 5 + [0.5] * 10 + [0.05] * 5
 ROUNDED = [0.1 * (1 + 2e-16 * (t % 3)) for t in range(20)]
 LR_CASES: list[tuple[dict[str, int], Sequence[float | Sequence[float]], int, str]] = [
     ({"hold": 1, "period_steps": 3}, FALLS, 1, "IIIII" + "DDDIIIIIII" + "DDDII"),
-    ({"hold": 2, "period_steps": 3}, FALLS, 1, "IIIII" + "DDDDDDIIII" + "DDDDD"),
     # The end of a warm-up is a change, and so is a restart.
-    ({"period_steps": 2}, RISES, 1, "IIIII" + "DDII"),
     ({"period_steps": 2}, [0.1, 0.2, 0.3, 0.29, 0.28, 0.27, 0.26], 1, "III" + "DDII"),
     ({"period_steps": 2}, [0.3, 0.29, 0.28, 1.0, 0.99, 0.98, 0.97], 1, "IIII" + "DD" + "I"),
     # A change affects the next refresh, however late it is: otherwise refreshes rarer than periods would miss most.
     ({"period_steps": 1}, [1.0] * 2 + [0.1] * 20, 5, "IDIII"),
-    ({"period_steps": 7}, [1.0] * 2 + [0.1] * 20, 5, "IDIII"),
     ({"period_steps": 9}, [1.0] * 2 + [0.1] * 20, 5, "IDDII"),
     # Small changes do not count: exactly a tenth is not more than a tenth, and rounding of a scheduler is not a rise.
-    ({}, [0.97**t for t in range(20)], 1, "I" * 20),
     ({}, [0.9**t for t in range(20)], 1, "I" * 20),
     ({"period_steps": 1}, [0.89**t for t in range(5)], 1, "IDDDD"),
     ({}, ROUNDED, 1, "I" * 20),
@@ -355,27 +346,10 @@ def test_decisions_follow_the_rates(renew):
         assert rates(LRChange(**keywords), lrs, every, renew) == expected, (keywords, lrs)
 
 
-def test_the_last_change_is_reported():
-    policy = LRChange(period_steps=1)
-    rates(policy, [1.0, 1.0])
-    assert policy.reason == "no learning rate has changed"
-    rates(policy, [1.0, 1.0, 0.1, 0.1])
-    assert policy.reason == "a learning rate changed at step 2"
-
-
 # ---------------------------------------------------------------- EpochList
 def test_intervals_are_in_epochs():
     policy = EpochList([(0, 1), (3, 5)], steps_per_epoch=2)
     assert run(policy, [NAN] * 14) == "DD" + "IIII" + "DDDD" + "IIII"
-    assert policy.reason == "epoch 6 is outside the intervals of KID"
-    assert policy.decide(9) == "kid"
-    assert policy.reason == "epoch 4 is in the intervals of KID"
-
-
-def test_the_three_epochs_of_the_published_scripts_are_two_intervals():
-    e0, e1, e2 = 2, 4, 6
-    policy = EpochList([(0, e0), (e1 + 1, e2 + 1)], steps_per_epoch=1)
-    assert [policy.decide(e) == "kid" for e in range(10)] == [e < e0 or e1 < e <= e2 for e in range(10)]
 
 
 # ---------------------------------------------------------------- ProbeError
@@ -415,9 +389,6 @@ def test_only_the_last_probe_counts(place):
     assert policy.decide(0) == "kis"
     assert policy.decide(1) == "kis"
     assert policy.reason == "error of KIS 0.01 (threshold=0.1)"
-    policy.probe(place(NAN))
-    assert policy.decide(2) == "kid"
-    assert policy.reason == "no error measured yet, or not a number"
 
 
 # ---------------------------------------------------------------- all of them
@@ -445,9 +416,7 @@ def test_properties_equality_and_repr_of_policies():
         assert repr(other) == repr(policy)
         assert [other == x for x in ALL].count(True) == 1
     for mode in ("kid", "kis", "sngd"):
-        policy = Always(mode)
-        assert {policy.decide(step) for step in (0, 5, 10**6)} == {mode}
-        assert policy.reason == f"always {mode}"
+        assert {Always(mode).decide(step) for step in (0, 5, 10**6)} == {mode}
 
 
 def test_a_repr_shows_plain_python_values():
@@ -518,29 +487,21 @@ def test_a_state_that_does_not_fit_is_refused_as_a_whole():
 
 BAD: list[tuple[Callable[[], SwitchPolicy], type[Exception], str]] = [
     (lambda: GradNormChange(eta=-0.1), ValueError, "eta must be finite, >= 0.0, got -0.1"),
-    (lambda: GradNormChange(eta=NAN), ValueError, "eta must be .*got nan"),
     (lambda: GradNormChange(eta="0.1"), TypeError, "eta must be a number, got '0.1'"),
     (lambda: GradNormChange(period_steps=0), ValueError, "period_steps must be >= 1, got 0"),
-    (lambda: GradNormChange(period_steps=2.5), TypeError, "period_steps must be an integer, got 2.5"),
     (lambda: GradNormChange(hold=-1), ValueError, "hold must be >= 0, got -1"),
     (lambda: GradNormChange(hold=True), TypeError, "hold must be an integer, got True"),
     (lambda: LRChange(hold=0), ValueError, "hold must be >= 1, got 0"),
-    (lambda: LRChange(period_steps=-3), ValueError, "period_steps must be >= 1, got -3"),
     (lambda: EpochList(5, 10), TypeError, "intervals must be a list of pairs of epochs, got 5"),
-    (lambda: EpochList([1, 2], 10), TypeError, r"pairs of epochs, got \[1, 2\]"),
     (lambda: EpochList([(1, 2, 3)], 10), TypeError, r"pairs of epochs, got \[\(1, 2, 3\)\]"),
     (lambda: EpochList([], 10), ValueError, r"must not be empty, got \[\].*Always\('kis'\)"),
-    (lambda: EpochList([(0, 3), (9, 7)], 10), ValueError, r"end after it starts, got \(9, 7\)"),
     (lambda: EpochList([(4, 4)], 10), ValueError, r"end after it starts, got \(4, 4\)"),
     (lambda: EpochList([(-1, 4)], 10), ValueError, "start of an interval must be >= 0, got -1"),
     (lambda: EpochList([(0, 1.5)], 10), TypeError, "end of an interval must be an integer, got 1.5"),
     (lambda: EpochList([(0, 1)], 0), ValueError, "steps_per_epoch must be >= 1, got 0"),
     (lambda: ProbeError(layers=0), ValueError, "layers must be >= 1, got 0"),
-    (lambda: ProbeError(layers="fc"), TypeError, "layers must be an integer, got 'fc'"),
-    (lambda: ProbeError(threshold=-1), ValueError, "threshold must be .*got -1"),
     (lambda: ProbeError(threshold=INF), ValueError, "threshold must be .*got inf"),
     (lambda: Always("auto"), ValueError, "mode must be one of .*got 'auto'"),
-    (lambda: Always(None), ValueError, "mode must be one of .*got None"),
     (lambda: Always(1), TypeError, "mode must be one of .*got 1"),
 ]
 
