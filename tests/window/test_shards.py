@@ -1,6 +1,7 @@
 """Sharded windows: where tensors are cut, and W ranks (threads) that together do what one process does."""
 
 import copy
+from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
 from math import prod
@@ -26,11 +27,6 @@ from tests.support.window_storages import METHODS, STORAGES, averaging
 SHAPES, D, M = [(4, 5), (3,), (3, 7), (), (2, 30)], 105, 4
 #: Ranks, and rows of their grid.
 WORLDS = [(3, 1), (4, 2)]
-#: ResNet-20 on CIFAR-10.
-RESNET = [
-    (16, 3, 3, 3), *[(16, 16, 3, 3)] * 6, (32, 16, 3, 3), *[(32, 32, 3, 3)] * 5, (64, 32, 3, 3), *[(64, 64, 3, 3)] * 5,
-    *[(16,)] * 14, *[(32,)] * 12, *[(64,)] * 12, (10, 64), (10,),
-]  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------------------- where to cut
@@ -65,16 +61,6 @@ def test_whole_tensors_go_to_the_least_loaded_part(costs: list[int], parts: int)
     assert all(set(own) <= {0, 7} for own in bounds)
     assert sum(loads) == sum(costs)
     assert max(loads) - min(loads) <= max(costs)
-
-
-@pytest.mark.parametrize("compression", [None, TopK()], ids=["dense", "topk"])
-def test_a_resnet_is_cut_into_even_parts(compression: TopK | None) -> None:
-    sizes = [prod(shape) for shape in RESNET]
-    grain = compression.block_size if compression else 16
-    for world in (1, 2, 4, 8):
-        bounds = Cutting(grain, compression is not None).bounds(sizes, sizes, world)
-        loads = [sum(own[k + 1] - own[k] for own in bounds) for k in range(world)]
-        assert max(loads) <= 1.15 * sum(sizes) / world
 
 
 def test_the_state_of_whole_tensors_is_cut_and_joined() -> None:
@@ -129,10 +115,18 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+def assert_alike(steps: Callable[..., Tensor], tolerance: float, world: int = 3) -> list[Tensor]:
+    """Ranks find what one process finds; return the results of the ranks."""
+    expected, found = steps(), run(world, steps)
+    for path in found:
+        assert_near(path, expected, tolerance)
+    return found
+
+
 def made(kind: str, comm: ThreadRank | None = None, dtype: torch.dtype = torch.float64, **more: Any) -> Any:
     cls, keywords = KINDS[kind]
     params = parameters(SHAPES, dtype)
-    return built(cls, params, lr=1e-2, window_size=M, comm=comm, **{**keywords, **more}), params
+    return built(cls, params, comm=comm, **{"lr": 1e-2, "window_size": M, **keywords, **more}), params
 
 
 @cache
@@ -237,9 +231,8 @@ def test_repeated_gradients_change_the_solver_on_all_ranks() -> None:
         opt, params = made("mfac dense", comm, torch.float32, damping=1e-8)
         return torch.stack([push(opt, params, noise(D, seed=0 if 2 <= i < 16 else i)) for i in range(30)])
 
-    found = run(3, steps)
+    found = assert_alike(steps, 1e-5)
     assert all(torch.equal(path, found[0]) for path in found)
-    assert_near(found[0], steps(), 1e-5)
 
 
 # ------------------------------------------------------------------------------------------------------- unusual events
@@ -252,8 +245,7 @@ def test_more_ranks_than_parts(storage: str, partition: str) -> None:
         opt = built(MFAC, params, lr=0.1, comm=comm, **keywords)
         return torch.stack([push(opt, params, noise(5, seed=step)) for step in range(3)])
 
-    for found in run(5, steps):
-        assert_near(found, steps(), 1e-12)
+    assert_alike(steps, 1e-12, world=5)
 
 
 def sparse_run(opt: Any, params: list[nn.Parameter]) -> Tensor:
@@ -274,15 +266,13 @@ def sparse_run(opt: Any, params: list[nn.Parameter]) -> Tensor:
 
 @each(kind=["mfac dense", "mfac topk", "mfac rank-1", "reg pre", "ggt betas"], partition=["global", "layer"])
 def test_gradients_that_are_missing_or_not_finite(kind: str, partition: str) -> None:
-    def rank(comm: ThreadRank) -> tuple[Tensor, int]:
+    def sparse(comm: ThreadRank | None = None) -> Tensor:
         opt, params = made(kind, comm, partition=partition)
-        return sparse_run(opt, params), opt.diagnostics()["skipped_steps"]
+        path = sparse_run(opt, params)
+        assert opt.diagnostics()["skipped_steps"] == 1
+        return path
 
-    opt, params = made(kind, partition=partition)
-    expected = sparse_run(opt, params)
-    for path, skipped in run(3, rank):
-        assert_near(path, expected, 1e-11)
-        assert skipped == opt.diagnostics()["skipped_steps"] == 1
+    assert_alike(sparse, 1e-11)
 
 
 class Gated(MFAC):
@@ -309,10 +299,8 @@ def test_a_closed_gate_changes_no_part(storage: str) -> None:
         assert opt.diagnostics()["units"]["all"]["count"] == 7
         return torch.stack(path)
 
-    expected = gated()
-    assert torch.equal(expected[4], expected[5])
-    for found in run(3, gated):
-        assert_near(found, expected, 1e-9)
+    for found in assert_alike(gated, 1e-9):
+        assert torch.equal(found[4], found[5])
 
 
 def eventful(opt: Any, params: list[nn.Parameter]) -> Tensor:
@@ -366,11 +354,9 @@ def test_changes_during_a_run_keep_the_rows(method: str, storage: str, partition
         params = parameters(SHAPES)
         return eventful(built(METHODS[method], params, lr=1e-2, window_size=M, comm=comm, **keywords), params)
 
-    expected = live()
-    found = run(3, live)
+    found = assert_alike(live, 1e-4)
     assert all(torch.equal(path, found[0]) for path in found)
-    assert_near(found[0][:10], expected[:10], 1e-10)
-    assert_near(found[0], expected, 1e-4)  # sums in float32 since then
+    assert_near(found[0][:10], live()[:10], 1e-10)  # before sums in float32
 
 
 def test_a_copy_trains_like_the_original_and_may_be_attached_to_the_copy_of_a_module() -> None:
@@ -399,25 +385,20 @@ def test_a_copy_trains_like_the_original_and_may_be_attached_to_the_copy_of_a_mo
 
 
 def test_a_refused_group_leaves_the_ranks_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = train(*made("mfac dense"), range(6))
-
-    def rank(comm: ThreadRank) -> Tensor:
+    def steps(comm: ThreadRank | None = None) -> Tensor:
         opt, params = made("mfac dense", comm)
-        train(opt, params, range(3))
-        comm.meet("before")
-        if comm.rank == 0:
-            monkeypatch.setattr(window_plan, "free_bytes", lambda device: 2000)
-        comm.meet("now")
-        with pytest.raises(RuntimeError, match="window"):
-            opt.add_param_group({"params": parameters([(300, 7)])})
-        comm.meet("after")
-        if comm.rank == 0:
-            monkeypatch.undo()
-        comm.meet("on")
-        return train(opt, params, range(3, 6))
+        first = train(opt, params, range(3))
+        if comm is not None:
+            comm.meet("before")
+            if comm.rank == 0:
+                monkeypatch.setattr(window_plan, "free_bytes", lambda device: 2000)
+            comm.meet("now")
+            with pytest.raises(RuntimeError, match="window"):
+                opt.add_param_group({"params": parameters([(300, 7)])})
+            comm.meet("after")
+        return torch.cat([first, train(opt, params, range(3, 6))])
 
-    for found in run(2, rank):
-        assert_near(found, expected[3:], 1e-11)
+    assert_alike(steps, 1e-11, world=2)
 
 
 # -------------------------------------------------------------------------------------------------------------- reports
@@ -485,14 +466,15 @@ def consolidated(comm: ThreadRank, opt: Any) -> dict[str, Any]:
     return saved
 
 
-def halves(kind: str, comm: ThreadRank | None, saved: dict[str, Any], start: Tensor, **more: Any) -> Tensor:
-    """The second half of a run, from a checkpoint."""
+def resumed(kind: str, comm: ThreadRank | None, saved: dict[str, Any], start: Tensor, **more: Any) -> Any:
+    """A new optimizer, which has loaded a checkpoint, and its parameters."""
     opt, params = made(kind, comm, **more)
     put(params, start)
     opt.load_state_dict(saved)
-    return train(opt, params, range(M + 2, 3 * M))
+    return opt, params
 
 
+SECOND_HALF = range(M + 2, 3 * M)
 RESUMED = ["mfac dense", "mfac bfloat16", "mfac topk", "mfac topk-8-bit", "mfac rank-1", "reg pre", "ggt betas"]
 
 
@@ -502,15 +484,12 @@ def test_a_whole_checkpoint_loads_in_every_world(kind: str, partition: str) -> N
     opt, params = made(kind, partition=partition)
     train(opt, params, range(M + 2))
     saved, start = through_a_file(opt.state_dict()), flat(params)
-    expected = train(opt, params, range(M + 2, 3 * M))
+    expected = train(opt, params, SECOND_HALF)
 
     def again(comm: ThreadRank) -> tuple[dict[str, Any], Tensor]:
-        twin, others = made(kind, comm, partition=partition)
-        put(others, start)
-        twin.load_state_dict(saved)
-        assert not [verb for verb, _ in comm.sent]
-        whole = consolidated(comm, twin)
-        return whole, train(twin, others, range(M + 2, 3 * M))
+        twin, others = resumed(kind, comm, saved, start, partition=partition)
+        assert not comm.sent
+        return consolidated(comm, twin), train(twin, others, SECOND_HALF)
 
     for world, workers in WORLDS:
         for whole, path in run(world, again, workers):
@@ -519,7 +498,7 @@ def test_a_whole_checkpoint_loads_in_every_world(kind: str, partition: str) -> N
                 assert whole["state"][i].keys() == state.keys()
                 for key, value in state.items():
                     assert torch.equal(torch.as_tensor(whole["state"][i][key]), torch.as_tensor(value)), key
-    assert_near(halves(kind, None, whole, start, partition=partition), expected, 1e-11)
+    assert_near(train(*resumed(kind, None, whole, start, partition=partition), SECOND_HALF), expected, 1e-11)
 
 
 @each(kind=RESUMED, partition=["global", "layer"])
@@ -535,8 +514,8 @@ def test_every_rank_resumes_from_its_own_part_bit_for_bit(kind: str, partition: 
         names = [f"{i} {key}" for i, state in saved["state"].items() for key in state if "@" in key]
         assert all(name.endswith(f"@{comm.rank}of3") for name in names)
         assert bool(names) == (partition == "global")
-        expected = train(opt, params, range(M + 2, 3 * M))
-        assert torch.equal(halves(kind, comm, saved, start, partition=partition), expected)
+        expected = train(opt, params, SECOND_HALF)
+        assert torch.equal(train(*resumed(kind, comm, saved, start, partition=partition), SECOND_HALF), expected)
         return names
 
     names = [name for own in run(3, rank) for name in own]
@@ -582,16 +561,10 @@ def test_another_window_size_in_another_world(wanted: int, storage: str) -> None
     train(opt, params, range(M + 2))
     saved, start = through_a_file(opt.state_dict()), flat(params)
 
-    def resized(comm: ThreadRank | None) -> Tensor:
-        others = parameters(SHAPES)
-        twin = built(MFAC, others, lr=1e-2, window_size=wanted, comm=comm, **{**KINDS[kind][1], **settings})
-        put(others, start)
-        twin.load_state_dict(saved)
-        return train(twin, others, range(8))
+    def resized(comm: ThreadRank | None = None) -> Tensor:
+        return train(*resumed(kind, comm, saved, start, window_size=wanted, **settings), range(8))
 
-    expected = resized(None)
-    for found in run(3, resized):
-        assert_near(found, expected, 1e-11)
+    assert_alike(resized, 1e-11)
 
 
 @pytest.mark.parametrize("saved_again", [False, True])
@@ -601,23 +574,17 @@ def test_rows_that_are_rounded_at_loading_get_their_products_at_the_next_step(sa
     train(opt, params, range(M + 2))
     saved, start = through_a_file(opt.state_dict()), flat(params)
 
-    def rounded(comm: ThreadRank | None) -> Tensor:
-        twin, others = made("pre", comm, torch.float32, window_dtype=torch.bfloat16)
-        put(others, start)
-        twin.load_state_dict(saved)
+    def rounded(comm: ThreadRank | None = None) -> Tensor:
+        twin, others = resumed("pre", comm, saved, start, dtype=torch.float32, window_dtype=torch.bfloat16)
         if saved_again and comm is not None:
             own = through_a_file(_quiet(twin))
             assert own["state"][0]["gram"].isnan().all()
-            twin, others = made("pre", comm, torch.float32, window_dtype=torch.bfloat16)
-            put(others, start)
-            twin.load_state_dict(own)
+            twin, others = resumed("pre", comm, own, start, dtype=torch.float32, window_dtype=torch.bfloat16)
         if comm is not None:
             assert not comm.sent
         return train(twin, others, range(M + 2, 2 * M))
 
-    expected = rounded(None)
-    for found in run(3, rounded):
-        assert_near(found, expected, 1e-5)
+    assert_alike(rounded, 1e-5)
 
 
 def test_parts_of_another_precision_are_not_converted() -> None:
