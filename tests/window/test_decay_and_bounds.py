@@ -1,7 +1,5 @@
 """Weight decay in all its modes, clipping, grafting, and parameters that leave the window."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,14 +13,8 @@ from tests.support.window_storages import METHODS, STORAGES, averaging, explicit
 
 SHAPES, D, M, LR, DECAY = [(4, 5), (3,)], 23, 5, 0.5, 0.1
 SPLIT = {"global": [[0, 1]], "layer": [[0], [1]]}
-MODES: dict[str, dict[str, Any]] = {
-    "standard": {},
-    "decoupled": {"decoupled_weight_decay": True},
-    "legacy": {"weight_decay_mode": "legacy"},
-    "reg": {"weight_decay_mode": "reg"},
-    "both": {"weight_decay_mode": "both"},
-}
-SHRINKS = {"standard": 0.0, "decoupled": LR * DECAY, "legacy": DECAY, "reg": 0.0, "both": DECAY}
+#: Share of the parameters that is subtracted in addition to the preconditioned decay.
+MODES = {"reg": 0.0, "both": DECAY}
 
 
 def step_from(opt: torch.optim.Optimizer, params: list[nn.Parameter], p: Tensor, gradient: Tensor) -> Tensor:
@@ -34,23 +26,25 @@ def step_from(opt: torch.optim.Optimizer, params: list[nn.Parameter], p: Tensor,
 
 
 @pairs(method=list(METHODS), mode=list(MODES), partition=list(SPLIT))
-def test_modes_of_weight_decay(method: str, mode: str, partition: str) -> None:
-    """With λ = 1e-6 (ε = 1e-4), preconditioning g + wd·p with the dots of g would leave p/λ."""
+def test_decay_that_is_preconditioned_with_gradients(method: str, mode: str, partition: str) -> None:
+    """With λ = 1e-6 (ε = 1e-4), preconditioning g + wd·p with the dots of g would leave p/λ.
+
+    `tests/contract/test_weight_decay.py` compares the modes whose decay is part of the rows, or of neither.
+    """
     params, small = parameters(SHAPES), 1e-6 if method == "mfac" else 1e-4
-    keywords = {"weight_decay": DECAY, "partition": partition, **regular(method, small), **MODES[mode]}
+    keywords = {"weight_decay": DECAY, "weight_decay_mode": mode, "partition": partition, **regular(method, small)}
     opt = built(METHODS[method], params, lr=LR, window_size=M, **keywords)
     seen: list[Tensor] = []
     for step in range(3 * M + 2):
         g, p = noise(D, seed=step), noise(D, seed=100 + step)
         moved = step_from(opt, params, p, g)
-        seen.append(g + DECAY * p if mode == "standard" else g)
-        x = g if mode in ("legacy", "decoupled") else g + DECAY * p
+        seen.append(g)
         for unit in SPLIT[partition]:
             c = columns_of(params, unit)
-            if len(c) <= M and mode in ("reg", "both"):
+            if len(c) <= M:
                 continue  # rows span the unit, so that x/λ cancels; see the next test
-            u = explicit(method, torch.stack(seen[-M:])[:, c], x[c], small)
-            assert_near(moved[c], LR * u + SHRINKS[mode] * p[c], 1e-9, f"step {step}")
+            u = explicit(method, torch.stack(seen[-M:])[:, c], (g + DECAY * p)[c], small)
+            assert_near(moved[c], LR * u + MODES[mode] * p[c], 1e-9, f"step {step}")
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -69,7 +63,7 @@ def test_decay_inside_a_window_that_spans_everything(method: str) -> None:
 
 @pytest.mark.parametrize("storage", ["float32", "bfloat16", "topk", "rank-2"])
 def test_with_a_compressed_window_the_stored_row_and_the_decay_are_preconditioned(storage: str) -> None:
-    for mode in ("reg", "both"):
+    for mode, share in MODES.items():
         kind, params = STORAGES[storage], parameters(SHAPES)
         keywords = {"weight_decay": DECAY, "weight_decay_mode": mode, **kind.keywords}
         opt = built(MFAC, params, lr=LR, window_size=M, damping=1e-6, **keywords)
@@ -78,21 +72,18 @@ def test_with_a_compressed_window_the_stored_row_and_the_decay_are_preconditione
             moved = step_from(opt, params, p, g)
             rows = history(opt, params, [0, 1], kind.block_size)
             u = fisher_direction(rows, rows[-1] + DECAY * p, 1e-6)
-            assert_near(moved, LR * u + SHRINKS[mode] * p, 1e-9, f"step {step}")
+            assert_near(moved, LR * u + share * p, 1e-9, f"step {step}")
 
 
-@pytest.mark.parametrize("mode", ["standard", "reg"])
-def test_groups_of_one_unit_may_have_different_decays(mode: str) -> None:
+def test_groups_of_one_unit_may_have_different_decays() -> None:
     params = parameters(SHAPES)
     groups = [{"params": params[:1], "weight_decay": 0.3}, {"params": params[1:]}]
-    opt = MFAC(groups, lr=1.0, window_size=M, damping=1e-6, weight_decay_mode=mode)
-    decay = torch.cat([torch.full((20,), 0.3, dtype=torch.float64), torch.zeros(3)])
-    seen: list[Tensor] = []
+    opt = MFAC(groups, lr=1.0, window_size=M, damping=1e-6, weight_decay_mode="reg")
+    decay, rows = torch.cat([torch.full((20,), 0.3, dtype=torch.float64), torch.zeros(3)]), noise(12, D)
     for step in range(12):
-        g, p = noise(D, seed=step), noise(D, seed=100 + step)
-        moved = step_from(opt, params, p, g)
-        seen.append(g if mode == "reg" else g + decay * p)
-        assert_near(moved, fisher_direction(torch.stack(seen[-M:]), g + decay * p, 1e-6), 1e-9, step)
+        p = noise(D, seed=100 + step)
+        expected = fisher_direction(rows[max(0, step + 1 - M) : step + 1], rows[step] + decay * p, 1e-6)
+        assert_near(step_from(opt, params, p, rows[step]), expected, 1e-9, step)
 
 
 @pytest.mark.parametrize("method", METHODS)

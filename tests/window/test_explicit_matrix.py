@@ -74,21 +74,11 @@ def test_every_storage_and_partition(method: str, storage: str, dtype: torch.dty
                 loop = torch.stack(sent[-M:])[:, columns]
                 assert_near(rows, loop, 1e-9 if exact else 1e-4 if kind.rank else 0.0, f"rows at step {step}")
             assert_near(u[columns], explicit(method, rows, rows[-1], 1e-2), tolerance, f"direction at step {step}")
-
-
-@each(storage=list(STORAGES), partition=list(UNITS))
-def test_the_gram_matrix_of_every_storage_is_that_of_its_rows(storage: str, partition: str) -> None:
-    """If a row had the dots of the raw gradient, the matrix would be indefinite."""
-    kind, params = STORAGES[storage], parameters(SHAPES)
-    opt = build("mfac", params, partition=partition, **kind.keywords)
-    for step in range(M + 3):
-        push(opt, params, noise(size(SHAPES), seed=step))
-    for unit in UNITS[partition]:
+            assert slots(opt, unit)[-1] == step % M
+    for unit in UNITS[partition] if exact else ():  # a row with the dots of the raw gradient would be indefinite
         rows, state = ring(opt, params, unit, kind.block_size), states(opt)[unit[0]]
         assert_near(gram(state), rows @ rows.mT, 1e-12)
-        assert float(torch.linalg.eigvalsh(gram(state)).min()) > 0
-        assert (int(state["pos"]), int(state["count"])) == ((M + 3) % M, M + 3)
-        assert slots(opt, unit)[-1] == (M + 2) % M
+        assert (int(state["pos"]), int(state["count"])) == (STEPS % M, STEPS)
         assert all("gram" not in states(opt)[i] for i in unit[1:])
 
 
@@ -104,27 +94,6 @@ def test_a_layer_is_the_weight_and_bias_of_a_module() -> None:
         for unit in ([0, 1], [2, 3], [4]):
             rows = history(opt, params, unit)
             assert_near(u[columns_of(params, unit)], fisher_direction(rows, rows[-1], 1e-2))
-
-
-@pytest.mark.parametrize("storage", ["dense", "topk", "rank-2"])
-def test_layer_with_one_layer_is_global(storage: str) -> None:
-    results = []
-    for partition in UNITS:
-        params = parameters([(5, 7)])
-        opt = built(MFAC, params, lr=1.0, window_size=M, partition=partition, **STORAGES[storage].keywords)
-        results.append(torch.stack([push(opt, params, noise(35, seed=step)) for step in range(STEPS)]))
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
-
-
-def test_groups_of_one_unit_may_have_different_learning_rates() -> None:
-    params, twins = parameters(SHAPES), parameters(SHAPES)
-    opt = MFAC([{"params": params[:2], "lr": 0.5}, {"params": params[2:], "lr": 0.125}], window_size=M)
-    plain = MFAC(twins, lr=1.0, window_size=M)
-    rates = torch.cat([torch.full((29,), 0.5), torch.full((31,), 0.125)])
-    for step in range(STEPS):
-        gradient = noise(60, seed=step)
-        assert_near(push(opt, params, gradient), rates * push(plain, twins, gradient), 1e-12)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -24,7 +24,6 @@ from tests.support.window import (
     noise,
     parameters,
     push,
-    put,
     ring,
     snapshot,
     states,
@@ -92,11 +91,10 @@ def test_casting_the_model(to: torch.dtype, storage: str, steps: int) -> None:
         assert differences(snapshot(opt), snapshot(twin)) == set()
 
 
-@pytest.mark.parametrize("steps", [3, 6])
-def test_float32_rows_loaded_as_bfloat16(steps: int) -> None:
+def test_float32_rows_loaded_as_bfloat16() -> None:
     params, others = parameters(SHAPES, torch.float32), parameters(SHAPES, torch.float32)
     wide, narrow = mfac(params), mfac(others, window_dtype=torch.bfloat16)
-    for step in range(steps):
+    for step in range(6):
         random_step(wide, params, step)
     narrow.load_state_dict(snapshot(wide))
     rows = assert_consistent(narrow, others, STORAGES["bfloat16"])
@@ -135,13 +133,13 @@ def test_moving_a_parameter_to_another_group_keeps_its_rows(storage: str) -> Non
     opt.zero_grad()
     opt.step()
     assert torch.equal(live_rows(opt, params, kind), before)
-    for seed in (None, 9):
-        if seed is not None:
-            u = random_step(opt, params, seed)
-            assert torch.isfinite(u).all()
-            assert u.any()
-        assert_consistent(opt, params[1:2], kind)
-        assert_consistent(opt, [*params[2:], params[0]], kind)
+    for unit in (params[1:2], [*params[2:], params[0]]):
+        assert_consistent(opt, unit, kind)
+    u = random_step(opt, params, 9)
+    assert torch.isfinite(u).all()
+    assert u.any()
+    for unit in (params[1:2], [*params[2:], params[0]]):
+        assert_consistent(opt, unit, kind)
 
 
 @each(storage=MOVED, together=[True, False])
@@ -151,7 +149,6 @@ def test_attach_merges_windows_of_parameters_into_those_of_layers(storage: str, 
     net, params = network(torch.float64)
     opt = mfac(net.parameters(), partition="layer", **kind.keywords)
     for step in range(6):
-        put(params, torch.zeros(39))
         give(params, noise(39, seed=step))
         if step == 3 and not together:
             params[0].grad = None
@@ -181,10 +178,9 @@ def test_a_group_that_is_added_later_gets_the_current_betas() -> None:
     schedule = one_cycle(opt)
     random_step(opt, params, 0)
     schedule.step()
-    betas = opt.param_groups[0]["betas"]
-    assert betas != opt.defaults["betas"]
+    assert opt.param_groups[0]["betas"] != opt.defaults["betas"]
     opt.add_param_group({"params": late})
-    assert opt.param_groups[1]["betas"] == betas
+    assert opt.param_groups[1]["betas"] == opt.param_groups[0]["betas"]
     u = random_step(opt, params + late, 1)
     assert torch.isfinite(u).all()
     assert u[D:].any()
@@ -221,24 +217,6 @@ def test_the_window_size_may_change_just_before_saving(storage: str, m: int) -> 
     assert_near(gram(saved["state"][0]), rows @ rows.mT, 1e-12)
     new.load_state_dict(saved)
     assert torch.equal(random_step(opt, params, 9), random_step(new, others, 9))
-
-
-def test_options_of_groups_that_change_between_steps_must_be_valid_and_agree() -> None:
-    for parted, key, value, error in (
-        (True, "damping", 0.5, ValueError),
-        (False, "window_size", 0, ValueError),
-        (False, "window_size", 2.0, TypeError),
-    ):
-        params = parameters(SHAPES)
-        opt = mfac([{"params": params[:1]}, {"params": params[1:]}] if parted else params)
-        random_step(opt, params, 0)
-        before, kept = snapshot(opt), opt.param_groups[-1][key]
-        opt.param_groups[-1][key] = value
-        with pytest.raises(error, match=key):
-            random_step(opt, params, 1)
-        opt.param_groups[-1][key] = kept
-        assert differences(snapshot(opt), before) == set()
-        assert torch.isfinite(random_step(opt, params, 1)).all()
 
 
 def test_a_group_without_parameters() -> None:

@@ -46,40 +46,25 @@ def test_window_sizes(storage: str, m: int, method: str) -> None:
             assert_near(u, explicit(method, rows, rows[-1], 1e-2, 0.99))
 
 
-@pytest.mark.parametrize("topk", [None, {"density": 0.5, "block_size": 4}])
-def test_a_window_above_1024_rows(topk: dict[str, Any] | None) -> None:
+def test_a_window_above_1024_rows() -> None:
     """A checkpoint fills it, because more than a thousand growing solves would not show more."""
     m, d = 1100, 6
     params = parameters([(d,)])
-    keywords = {} if topk is None else {"compression": TopK(**topk)}
-    opt = built(MFAC, params, lr=1.0, window_size=m, damping=1e-2, **keywords)
+    opt = MFAC(params, lr=1.0, window_size=m, damping=1e-2)
     push(opt, params, noise(d))
     saved, rows = snapshot(opt), noise(m, d, seed=1)
     state = saved["state"][0]
-    if topk is None:
-        state["window"].copy_(rows)
-    else:
-        for key, block in (("window", rows[:, :4]), ("tail", rows[:, 4:])):
-            index = block.abs().argsort(dim=1, descending=True)[:, : state[f"{key}_idx"].shape[2]].sort().values
-            state[f"{key}_idx"].copy_(index[None])
-            state[f"{key}_val"].copy_(block.gather(1, index)[None])
-    full = stored_rows(state, d, 4 if topk else 0)
     row, column = torch.tril_indices(m, m)
-    state["gram"] = (full @ full.mT)[row, column]
+    state["window"], state["gram"] = rows, (rows @ rows.mT)[row, column]
     state["count"], state["pos"] = (torch.as_tensor(state[key]) * 0 + n for key, n in (("count", 2500), ("pos", 300)))
     opt.load_state_dict(saved)
     for step in range(2):
         u = push(opt, params, noise(d, seed=2 + step))
-        rows = history(opt, params, [0], 4 if topk else 0)
+        rows = history(opt, params, [0])
         assert len(rows) == m
         assert_near(u, fisher_direction(rows, rows[-1], 1e-2))
-        assert_near(gram(states(opt)[0]), _in_slots(rows, 301 + step), 1e-12)
-
-
-def _in_slots(rows: Tensor, pos: int) -> Tensor:
-    """Gram matrix of rows from the oldest to the newest, in the order of a ring whose next slot is ``pos``."""
-    ordered = rows.roll(pos, dims=0)
-    return ordered @ ordered.mT
+        ordered = rows.roll(301 + step, dims=0)  # in the order of the slots
+        assert_near(gram(states(opt)[0]), ordered @ ordered.mT, 1e-12)
 
 
 RULES = [(16, 0.25), (16, 0.01), (64, 0.3), (64, 0.01), (100, 0.99), (4096, 0.5)]  # the last: more than 1024 entries
@@ -126,31 +111,6 @@ def test_offsets_above_the_range_of_16_bits(block: int, dtype: torch.dtype) -> N
         assert not u[(rows == 0).all(dim=0)].any()
 
 
-@pytest.mark.parametrize("cls", [MFAC, GGT])
-def test_a_window_that_keeps_every_entry_is_the_dense_window(cls: Any) -> None:
-    """They are equal bit for bit in float64; error feedback would send the rounding of other dtypes later."""
-    for block, dtype in (
-        (7, torch.float64),
-        (64, torch.float64),
-        (4096, torch.float64),
-        (8, torch.float32),
-        (8, torch.bfloat16),
-    ):
-        exact = dtype == torch.float64
-        dense, sparse = (
-            parameters([(6, 12), (5,), (64,)], torch.float64 if exact else torch.float32) for _ in range(2)
-        )
-        compression = TopK(density=1.0, block_size=block, value_dtype=dtype, error_feedback=exact)
-        opt = built(cls, dense, lr=1.0, window_size=4, window_dtype=dtype)
-        twin = cls(sparse, lr=1.0, window_size=4, compression=compression)
-        for step in range(14):
-            g = noise(141, seed=step)
-            assert_near(push(twin, sparse, g), push(opt, dense, g), 0.0 if exact else 1e-6, (block, dtype))
-        one, two = states(opt), states(twin)
-        assert torch.equal(one[0]["gram"], two[0]["gram"]) or not exact
-        assert not any(two[i][key].any() for i in two for key in two[i] if "error" in key)
-
-
 @pytest.mark.parametrize("rank", [3, 7])
 def test_full_rank_is_the_dense_window(rank: int) -> None:
     for cls in (MFAC, GGT):
@@ -160,18 +120,6 @@ def test_full_rank_is_the_dense_window(rank: int) -> None:
         for step in range(14):
             g = noise(45, seed=step)
             assert_near(push(twin, factors, g), push(opt, dense, g), 1e-9)
-
-
-def test_low_rank_stays_dense_if_factors_would_not_be_smaller() -> None:
-    """Factors are not smaller if r(n₀ + n₁) ≥ n₀ n₁, or if a tensor has less than two dimensions."""
-    params = parameters([(4, 4), (5, 4), (6,), (), (2, 3, 4)])
-    opt = MFAC(params, lr=1.0, window_size=2, compression=LowRank(rank=2))
-    push(opt, params, noise(67))
-    assert [i for i, state in states(opt).items() if "window_p" in state] == [1]
-    assert states(opt)[1]["window_p"].shape == (2, 2, 5)
-    assert states(opt)[1]["window_q"].shape == (2, 2, 4)
-    assert states(opt)[1]["q_prev"].shape == (4, 2)
-    assert states(opt)[1]["error"].shape == (5, 4)
 
 
 def test_low_rank_of_a_zero_gradient_keeps_its_start() -> None:

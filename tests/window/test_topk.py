@@ -155,16 +155,6 @@ def test_ties_keep_the_invariants() -> None:
         assert_near(u, fisher_direction(rows, rows[-1], 1e-2))
 
 
-def test_one_compression_object_may_serve_several_optimizers() -> None:
-    compression = TopK(density=0.25, block_size=8)
-    params, others = parameters([(20,)]), parameters([(20,)])
-    opt = MFAC(params, window_size=3, compression=compression)
-    twin = MFAC(others, window_size=3, compression=compression)
-    before = snapshot(twin)
-    push(opt, params, noise(20))
-    assert str(snapshot(twin)) == str(before)
-
-
 @pytest.mark.parametrize(("density", "block", "bits"), [(0.25, 64, 8), (0.5, 200, None)])
 def test_tiles_smaller_than_the_rows_of_a_block(
     density: float, block: int, bits: int | None, monkeypatch: pytest.MonkeyPatch
