@@ -18,20 +18,16 @@ from tests.support.oracles.hylo import flat, plain_hylo, step
 from tests.support.tasks import assert_identical, snapshot
 
 END = 17
-RUNS = {
-    "auto": lambda: {"mode": "auto", "switch": GradNormChange(eta=0.5, period_steps=2)},
-    "frozen first": lambda: {"mode": "auto", "switch": GradNormChange(eta=0.5, period_steps=3)},
-    "kis": lambda: {"mode": "kis"},
-    "kis with replacement": lambda: {"mode": "kis", "kis_sampling": "replacement"},
-    "kid": lambda: {"mode": "kid"},
-    "sngd": lambda: {"mode": "sngd"},
-    "learning rate": lambda: {"mode": "auto", "switch": LRChange(hold=1, period_steps=3)},
-    "epochs": lambda: {"mode": "auto", "switch": EpochList([(0, 1), (3, 4)], steps_per_epoch=3)},
-    "probe": lambda: {"mode": "auto", "switch": ProbeError(layers=2, threshold=0.3)},
-    "always": lambda: {"mode": "auto", "switch": Always("kis")},
-    "cheaper": lambda: {"mode": "kid", "kfac_when_cheaper": True},
-    "relative": lambda: {"mode": "kis", "damping": 0.5, "damping_mode": "relative"},
-    "energy": lambda: {"mode": "kid", "rank_energy": 0.9, "rank_fraction": 1.0},
+RUNS = {  # `tests/checkpoint/` resumes fixed modes
+    "auto": {"mode": "auto", "switch": GradNormChange(eta=0.5, period_steps=2)},
+    "frozen first": {"mode": "auto", "switch": GradNormChange(eta=0.5, period_steps=3)},
+    "kis with replacement": {"mode": "kis", "kis_sampling": "replacement"},
+    "learning rate": {"mode": "auto", "switch": LRChange(hold=1, period_steps=3)},
+    "epochs": {"mode": "auto", "switch": EpochList([(0, 1), (3, 4)], steps_per_epoch=3)},
+    "probe": {"mode": "auto", "switch": ProbeError(layers=2, threshold=0.3)},
+    "cheaper": {"mode": "kid", "kfac_when_cheaper": True},
+    "relative": {"mode": "kis", "damping": 0.5, "damping_mode": "relative"},
+    "energy": {"mode": "kid", "rank_energy": 0.9, "rank_fraction": 1.0},
 }
 
 
@@ -39,7 +35,7 @@ def new(run, **keywords):
     model = convnet()
     if run == "frozen first":
         model.first.requires_grad_(False)
-    made = {"lr": 0.05, "damping": 0.05, "rank_fraction": 0.3, "update_steps": 4, **RUNS[run](), **keywords}
+    made = {"lr": 0.05, "damping": 0.05, "rank_fraction": 0.3, "update_steps": 4, **RUNS[run], **keywords}
     return model, built(HyLo, model, **made)
 
 
@@ -80,7 +76,7 @@ def assert_refused(second, saved, match):
 @pytest.mark.parametrize("run", RUNS)
 def test_a_stopped_or_copied_run_continues_bit_for_bit(run):
     """It stops after the first step, or in the middle of a refresh interval and of a period of the policy."""
-    for stop, way in ((1, by_file), (7, by_file), (5, COPIES["deepcopy"]), (5, COPIES["pickle"])):
+    for stop, way in ((1, by_file), (7, by_file), (5, COPIES["deepcopy"])):
         model, opt = assert_goes_on(lambda: new(run), train_images, stop, END, way)
     if run in ("auto", "learning rate", "epochs"):
         assert {mode for _, mode in opt.diagnostics()["switches"]} == {"kid", "kis"}
@@ -91,17 +87,15 @@ def test_a_stopped_or_copied_run_continues_bit_for_bit(run):
 def test_a_checkpoint_without_curvature_keeps_the_state_of_a_policy():
     model, opt = new("auto", checkpoint_curvature="none")
     train_images(model, opt, 0, 5)
-    other, second = by_file(lambda: new("auto", checkpoint_curvature="none"), model, opt)
+    _, second = by_file(lambda: new("auto", checkpoint_curvature="none"), model, opt)
     assert second.switch.state_dict() == pytest.approx(opt.switch.state_dict(), rel=0, abs=0, nan_ok=True)
     assert second.diagnostics()["mode"] == opt.diagnostics()["mode"]
-    train_images(other, second, 5, 10)
-    assert torch.isfinite(flat(dict(other.named_parameters()))).all()
 
 
 def test_a_given_batch_size_allocates_rows_at_construction_and_changes_nothing_else():
     found = []
     for keywords in ({}, {"batch_size": 12}):
-        model, opt = new("kid", **keywords)
+        model, opt = new("relative", **keywords)
         held = opt.memory_usage()["rows"]
         assert (held > 0) == bool(keywords)
         train_images(model, opt, 0, 9)
@@ -116,27 +110,27 @@ def test_a_given_batch_size_allocates_rows_at_construction_and_changes_nothing_e
 
 @each(
     change={f"{a}-{b}": (a, b) for a, b in (("auto", "kid"), ("kid", "auto"), ("sngd", "auto"), ("kis", "sngd"))},
+    at_start=["kis", "kid", "auto"],
     how=["set", "scheduled"],
     stepped=[False, True],
 )
-def test_a_checkpoint_decides_the_mode(change, how, stepped):
+def test_a_checkpoint_decides_the_mode(change, at_start, how, stepped):
     """This includes a mode that changed during the run, before and after the first step with it."""
     before, after = change
-    for at_start in (before, after, "kis"):
-        model, other = mlp(), mlp()
-        opt, second = (plain_hylo(m, lr=0.01, mode=mode) for m, mode in ((model, before), (other, at_start)))
-        schedule = ParamScheduler(opt, mode={0: before, 3: after}) if how == "scheduled" else None
-        for seed in range(3):
-            train(opt, model, seed, seed + 1)
-            if schedule is not None:
-                schedule.step()
-        if schedule is None:
-            opt.param_groups[0]["mode"] = after
-        train(opt, model, 3, 3 + stepped)
-        train(second, other, 5, 6)
-        second.load_state_dict(opt.state_dict())
-        assert second.param_groups[0]["mode"] == after
-        assert_loads(opt, model, second, other)
+    model, other = mlp(), mlp()
+    opt, second = (plain_hylo(m, lr=0.01, mode=mode) for m, mode in ((model, before), (other, at_start)))
+    schedule = ParamScheduler(opt, mode={0: before, 3: after}) if how == "scheduled" else None
+    for seed in range(3):
+        train(opt, model, seed, seed + 1)
+        if schedule is not None:
+            schedule.step()
+    if schedule is None:
+        opt.param_groups[0]["mode"] = after
+    train(opt, model, 3, 3 + stepped)
+    train(second, other, 5, 6)
+    second.load_state_dict(opt.state_dict())
+    assert second.param_groups[0]["mode"] == after
+    assert_loads(opt, model, second, other)
 
 
 def test_substituted_factors_load_and_stay_without_kfac_when_cheaper():
@@ -214,11 +208,11 @@ def test_a_policy_that_is_not_in_use_survives_a_load():
     assert run(loads=True) == run(loads=False)
 
 
-@each(run=["auto", "kid", "kis", "sngd", "energy", "cheaper"], approx=["reduce", "expand"])
+@each(run=["auto", "kis with replacement", "energy", "cheaper"], approx=["reduce", "expand"])
 def test_tensors_of_the_state_own_all_of_their_storage(run, approx):
     """Views of stacks or of the batch would keep all of them in memory and write all of them to files."""
     model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 5)).double()
-    opt = plain_hylo(model, approx=approx, **{"rank_fraction": 0.3, **RUNS[run]()})
+    opt = plain_hylo(model, approx=approx, **{"rank_fraction": 0.3, **RUNS[run]})
     for seed, n in enumerate((12, 12, 8)):
         x = torch.randint(9, (n, 6), generator=torch.Generator().manual_seed(seed))
         step(opt, model, x, torch.zeros(n, 6, 5, dtype=torch.float64), F.mse_loss)

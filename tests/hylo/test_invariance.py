@@ -97,23 +97,18 @@ def test_a_mean_over_outputs_multiplies_by_their_number(loss, outputs):
         check_block(opt, model, name, outputs**0.5 * layer_rows(plain, name, x, y, loss), kept, 1e-2)
 
 
-@each(kind=list(BUILDS), mode=["sngd", "kid", "kis"], exponent=[0, 7, 16], unscale=[False, True])
-def test_the_scale_of_a_grad_scaler_does_not_matter(kind, mode, exponent, unscale):
-    build, data = BUILDS[kind]
-    x, y = data(8)
-    keywords = {"mode": mode, "rank_fraction": 0.4}
-    whole = result(build(), [(x, y, F.cross_entropy)], **keywords)
-    model = build()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**exponent)
+@each(kind=list(BUILDS), mode=["sngd", "kid", "kis"], unscale=[False, True])
+def test_the_scale_of_a_grad_scaler_does_not_matter(kind, mode, unscale):
+    (build, data), keywords = BUILDS[kind], {"mode": mode, "rank_fraction": 0.4}
+    model, (x, y), scaler = build(), data(8), torch.amp.GradScaler("cpu", init_scale=2.0**16)
     opt = plain_hylo(model, grad_scaler=scaler, **keywords)
     scaler.scale(F.cross_entropy(model(x), y)).backward()
     if unscale:
         scaler.unscale_(opt)
-        nn.utils.clip_grad_norm_(model.parameters(), 1e6)
     with opt.keep_directions() as kept:
         scaler.step(opt)
     scaler.update()
-    assert_close(flat(kept), whole, 1e-9)
+    assert_close(flat(kept), result(build(), [(x, y, F.cross_entropy)], **keywords), 1e-9)
 
 
 @pytest.mark.parametrize("mode", ORDERLESS)
@@ -173,45 +168,33 @@ def test_the_published_scale_of_convolutions_divides_by_the_positions():
 # ------------------------------------------------------------------------------------------------------------ Precision
 
 
-def linear_rows(n, noise_level, d_in=12, d_out=8, seed=0):
-    """Inputs of rank 2 and gradients of rank 1, both with noise."""
-    generator = torch.Generator().manual_seed(seed)
+@pairs(noise_level=[1e-3, 0.01, 0.05, 0.3], relative=[1e-3, 1e-2, 1.0], mode=["kid", "sngd"])
+def test_single_precision_agrees_with_double_precision(noise_level, relative, mode):
+    """λ goes down to a thousandth of the largest eigenvalue; inputs have rank 2 and gradients rank 1, both with noise.
+
+    Once the residual is below 1e-6 of the kernel, float32 chooses no more rows, but float64 does.
+    """
+    generator = torch.Generator().manual_seed(0)
 
     def normal(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    a = normal(n, 2) @ normal(2, d_in) / 2**0.5 + noise_level * normal(n, d_in)
-    g = normal(n, 1) @ normal(1, d_out) + noise_level * normal(n, d_out)
-    return a, g
-
-
-def in_both_precisions(noise_level, relative, **keywords):
-    """Direction in float32 and float64, and that of the exact method."""
-    a, g = linear_rows(64, noise_level)
+    a = normal(64, 2) @ normal(2, 12) / 2**0.5 + noise_level * normal(64, 12)
+    g = normal(64, 1) @ normal(1, 8) + noise_level * normal(64, 8)
     U = (g[:, :, None] * a[:, None]).flatten(1)
-    damping = relative * steepest(U[None])
-    found = []
+    damping, found = relative * steepest(U[None]), []
     for dtype in (torch.float32, torch.float64):
         model = nn.Linear(12, 8, bias=False).to(dtype)
-        opt = plain_hylo(model, damping=damping, rank_fraction=0.1, **keywords)
+        opt = plain_hylo(model, damping=damping, rank_fraction=0.1, mode=mode)
         kept = step(opt, model, a.to(dtype), g.to(dtype), lambda out, t: (out * t).sum(1).mean())
         assert kept["weight"].dtype == dtype
         found.append(kept["weight"].double().flatten())
-    return *found, sngd(U[None], U.mean(0)[None], damping)[0]
-
-
-@pairs(noise_level=[0.01, 0.05, 0.3], relative=[1e-3, 1e-2, 1.0], mode=["kid", "sngd"])
-def test_single_precision_agrees_with_double_precision(noise_level, relative, mode):
-    """λ goes down to a thousandth of the largest eigenvalue."""
-    single, double, _ = in_both_precisions(noise_level, relative, mode=mode)
-    assert error(single, double) <= 1e-3
-
-
-@pytest.mark.parametrize("relative", [1e-3, 1e-2, 1.0])
-def test_single_precision_is_hardly_worse_where_it_keeps_fewer_rows(relative):
-    """Once the residual is below 1e-6 of the kernel, float32 chooses no more rows, but float64 does."""
-    single, double, exact = in_both_precisions(1e-3, relative, mode="kid")
-    assert error(single, exact) <= 1.5 * error(double, exact)
+    single, double = found
+    if noise_level == 1e-3 and mode == "kid":
+        exact = sngd(U[None], U.mean(0)[None], damping)[0]
+        assert error(single, exact) <= 1.5 * error(double, exact)
+    else:
+        assert error(single, double) <= 1e-3
 
 
 def test_single_precision_does_not_get_worse_beyond_1024_rows():
@@ -243,12 +226,3 @@ def test_autocast_to_bfloat16(approx, mode):
         assert all(value.dtype == torch.float32 for value in kept.values())
         found.append(flat(kept))
     assert error(found[1], found[0]) < 0.1
-
-
-def test_parameters_of_low_precision():
-    (x, y), model, plain = vectors(12), mlp().bfloat16(), mlp().bfloat16().double()
-    opt = plain_hylo(model, damping=0.1)
-    step(opt, model, x.bfloat16(), y, lambda out, t: F.cross_entropy(out.float(), t))
-    for name in ("0", "2"):
-        U = layer_rows(plain, name, x.bfloat16().double(), y, F.cross_entropy)
-        assert error(opt.dense_curvature(name).double(), fisher(U)[0]) < 0.1

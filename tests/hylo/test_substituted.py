@@ -13,6 +13,7 @@ from tests.support.building import built
 from tests.support.grid import pairs
 from tests.support.kfac import assert_close, noise
 from tests.support.models import images, mlp, seeded_build, vectors
+from tests.support.networks import squares
 from tests.support.oracles.hylo import check_block, layer_rows, plain_hylo, step, vectors_of
 from tests.support.oracles.kfac import expected_factors, solve_exact
 
@@ -27,10 +28,6 @@ def is_factored(opt: HyLo, name: str) -> bool:
     described = "k-fac" in line_of(opt, name) or "kfac" in line_of(opt, name)
     assert described == opt.blocks[name].is_factored
     return described
-
-
-def squares(out: Tensor, target: Tensor) -> Tensor:
-    return (out - target).square().flatten(1).sum(1).mean()
 
 
 def assert_kfac(opt: HyLo, model: nn.Module, kept: dict, name: str, factors: tuple, damping: float = 1e-2) -> None:

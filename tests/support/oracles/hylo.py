@@ -30,6 +30,23 @@ Found = dict[str, Tensor]
 PLAIN = {"lr": 0.0, "momentum": 0.0, "damping": 1e-2, "mode": "sngd", "approx": "expand", "update_steps": 1}
 LATER = 10**6  # an interval that no test reaches
 
+#: All ways to choose rows, some of which keep only one row or all of them.
+MODES = {
+    "sngd": {"mode": "sngd"},
+    "auto": {"mode": "auto", "rank_fraction": 0.4},
+    **{f"kid {r}": {"mode": "kid", "rank_fraction": 0.4, "kid_residual": r} for r in ("none", "diag", "full")},
+    **{f"kid {p}": {"mode": "kid", "rank_fraction": 0.4, "kid_pivoting": p} for p in ("qr", "score")},
+    "kid of one": {"mode": "kid", "rank_fraction": 1e-3},
+    "kid all": {"mode": "kid", "rank_fraction": 1.0},
+    "kid all, no residual": {"mode": "kid", "rank_fraction": 1.0, "kid_residual": "none"},
+    **{
+        f"kis {s}": {"mode": "kis", "rank_fraction": 0.4, "kis_sampling": s}
+        for s in ("systematic", "replacement", "unweighted", "uniform")
+    },
+    "kis of one": {"mode": "kis", "rank_fraction": 1e-3},
+    "kis all": {"mode": "kis", "rank_fraction": 1.0},
+}
+
 
 # ----------------------------------------------------------------------------------------------------------------- Rows
 
