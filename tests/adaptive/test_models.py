@@ -5,10 +5,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
 
-import secondorder
-from secondorder import EKFAC, KFAC
+from secondorder import KFAC
 from tests.support.building import built
 from tests.support.quadratic import Loop, batch, damping, flat, gauss_newton, kfac, mlp, problem, repeat
 
@@ -16,51 +14,6 @@ ALL: dict[str, Any] = {
     "adaptive_damping": True, "damping_interval": 2, "reject_steps": True, "quadratic_model": True,
     "likelihood": "categorical", "calibrate_damping": True, "lr": 1.0, "kl_clip": None,
 }  # fmt: skip
-
-
-class Sequence(nn.Module):
-    """Tokens to logits: embedding, norm, attention, a residual MLP."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.norm = nn.Embedding(7, 8), nn.LayerNorm(8)
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True, dropout=0.1)
-        self.mlp = nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8))
-        self.head = nn.Linear(8, 7)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.norm(self.table(tokens))
-        x = x + self.attention(x, x, x, need_weights=False)[0]
-        found = self.head(x + self.mlp(x))
-        assert isinstance(found, Tensor)
-        return found
-
-
-@pytest.mark.parametrize("method", [KFAC, EKFAC])
-def test_a_transformer_learns_with_all_options(method: type[KFAC]) -> None:
-    model, tokens = Sequence(), torch.randint(0, 7, (6, 5))
-    optimizer = built(method, model, damping=0.1, loss_terms=5, factor_update_steps=1, inv_update_steps=2, **ALL)
-    loop = Loop(model, optimizer, tokens, tokens, token_loss, outputs=True)
-    before = loop.value()
-    repeat(optimizer, loop, 8)
-    assert loop.value() < 0.5 * before
-    assert optimizer.diagnostics()["reduction_ratio"] is not None
-
-
-def token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
-
-
-def test_a_convolution_with_running_statistics_learns() -> None:
-    """The learning rate is a tensor."""
-    model = nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten(), nn.Dropout(0.2), nn.Linear(64, 3)
-    )
-    x, y = torch.randn(12, 1, 6, 6), torch.randint(0, 3, (12,))
-    optimizer = built(KFAC, model, damping=0.1, **{**ALL, "lr": torch.tensor(1.0)})
-    losses = repeat(optimizer, Loop(model, optimizer, x, y, outputs=True), 8)
-    assert losses[-1] < 0.6 * losses[0]
-    assert int(model[1].num_batches_tracked) == 8  # one per step, however often the loss was evaluated
 
 
 @pytest.mark.parametrize("in_place", [True, False])
@@ -127,19 +80,6 @@ def test_the_warning_about_layers_that_are_not_captured_remains() -> None:
     model.eval()
     with pytest.warns(UserWarning, match="nothing was captured"):
         optimizer.step(loop)
-
-
-def test_schedules_remain_effective() -> None:
-    _, optimizer, loop = problem(lr=1.0, adaptive_damping=True, damping_interval=1)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    for expected in (1.0, 0.5, 0.25):
-        assert optimizer.param_groups[0]["lr"] == expected
-        optimizer.step(loop)
-        schedule.step()
-    other = secondorder.ParamScheduler(optimizer, damping={0: 0.7, 1: 0.5})
-    optimizer.step(loop)
-    other.step()
-    assert damping(optimizer) == 0.5
 
 
 @pytest.mark.gpu
