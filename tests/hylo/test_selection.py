@@ -97,14 +97,6 @@ def test_systematic_draws_of_any_two_rows_occur() -> None:
     assert all(counts[i * 6 + j] > 0 for i, j in combinations(range(6), 2))
 
 
-@pytest.mark.parametrize("sampling", ["systematic", "uniform"])
-def test_all_examples_have_the_weight_one(sampling: str) -> None:
-    q = torch.rand(50, 33, generator=generator(), dtype=torch.float64) ** 8 + 1e-12
-    index, weight = draw(q, 33, sampling, generator())
-    assert torch.equal(index, torch.arange(33).expand(50, 33))
-    assert bool((weight == 1).all())
-
-
 def test_many_rows_that_must_be_drawn_are_drawn() -> None:
     """With 600 probabilities of 1 and 400 small ones, rounding errors of a sum would miss some in some draws."""
     q = torch.rand(20, 1000, generator=generator(), dtype=torch.float64) + 0.5
@@ -384,19 +376,16 @@ def test_rank_of_energy_is_the_smallest_that_suffices() -> None:
     assert energy_rank(found, trace, 0.9).dtype == torch.int64
 
 
-def test_planned_rank() -> None:
-    for n, fraction, limit, wanted in (
-        (1, 0.001, 1024, 1),
-        (1, 1.0, 1024, 1),
-        (64, 1e-12, 1024, 1),
-        (80, 0.1, 1024, 8),
-        (81, 0.1, 1024, 9),
+@pytest.mark.parametrize(
+    ("n", "fraction", "limit", "wanted"),
+    [
+        (1, 0.001, 1024, 1), (64, 1e-12, 1024, 1), (80, 0.1, 1024, 8), (81, 0.1, 1024, 9),
         (100, 0.07, 1024, 7),  # 7.000000000000001 before rounding up
-        (64, 1.0, 1024, 64),
-        (64, 1.0, 10, 10),
-        (64, 0.5, 0, 1),
-    ):
-        assert planned_rank(n, fraction, limit) == wanted
+        (64, 1.0, 1024, 64), (64, 1.0, 10, 10), (64, 0.5, 0, 1),
+    ],
+)  # fmt: skip
+def test_planned_rank(n: int, fraction: float, limit: int, wanted: int) -> None:
+    assert planned_rank(n, fraction, limit) == wanted
 
 
 # ----------------------------------------------------------------------------------------------- arguments and devices
