@@ -165,16 +165,6 @@ def test_the_state_of_another_policy_is_refused_but_may_be_left_out():
     train(second, other, 7, 9)
 
 
-def test_rows_with_a_bias_are_refused_by_a_layer_without_and_vice_versa():
-    for thawed in (True, False):
-        model, other = mlp((4, 3)), mlp((4, 3))
-        (model if thawed else other)[0].bias.requires_grad_(False)
-        opt, second = plain_hylo(model), plain_hylo(other)
-        train(opt, model, 0, 2)
-        train(second, other, 5, 7)
-        assert_refused(second, opt.state_dict(), "rows_a")
-
-
 def test_the_log_of_switches_ends_at_the_loaded_step():
     model, policy = mlp(), EpochList([(0, 2), (4, 5)], steps_per_epoch=2)
     opt = plain_hylo(model, mode="auto", switch=policy, rank_fraction=0.3)

@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from secondorder.linalg import woodbury
 from tests.support.grid import pairs
 from tests.support.kfac import assert_close, noise
+from tests.support.layer_cases import CASES
 from tests.support.models import convnet, images, mlp, seeded_build, vectors
 from tests.support.networks import Sometimes
 from tests.support.oracles.hylo import (
@@ -134,28 +134,16 @@ def test_a_refresh_that_fails_keeps_the_rows_and_their_mode():
     assert torch.equal(flat(with_gradient(opt, model, 0)), flat(direction))
 
 
-class Zoo(nn.Module):
-    """A grouped convolution, a shared layer without bias, tokens, a norm layer, an in-place activation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(2, 4, 3, groups=2, padding=1)
-        self.act = nn.ReLU(inplace=True)
-        self.mix = nn.Linear(4, 4, bias=False)
-        self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 3)
-
-    def forward(self, x):
-        z = self.act(self.conv(x)).flatten(2).transpose(1, 2)
-        return self.head(self.norm(torch.tanh(self.mix(self.mix(z)))).mean(1))
-
-
-def test_batches_of_one_and_two_of_every_kind_of_layer():
+@pytest.mark.parametrize("name", ["conv2d-groups", "linear-called-twice", "linear-no-bias"])
+def test_batches_of_one_and_two(name):
     """With a single row every mode is exact."""
-    x, y = images(1)
+    case, (x, y) = CASES[name], images(1)
+    (inputs, target), model_of_one = case.data(), convnet()
     for mode, keywords in MODES.items():
-        model, single, plain = seeded_build(Zoo), convnet(), convnet()
+        model, single = case.model(), convnet()
         opt = plain_hylo(model, lr=1e-3, approx="reduce", **keywords)
-        for n in (2, 12, 2):
-            finite(step(opt, model, *images(n), F.cross_entropy), mode)
+        for n in (2, 4, 2):
+            finite(step(opt, model, tuple(part[:n] for part in inputs), target[:n], case.loss), mode)
         kept = step(plain_hylo(single, **keywords), single, x, y, F.cross_entropy)
-        assert_exact(single, kept, "head", layer_rows(plain, "head", x, y, F.cross_entropy), 1e-7, mode)
+        U = layer_rows(model_of_one, "head", x, y, F.cross_entropy)
+        assert_exact(single, kept, "head", U, 1e-7, mode)

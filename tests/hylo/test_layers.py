@@ -4,19 +4,16 @@
 example has one position, or the layer's parameters have no positions, it is exact too.
 """
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from tests.support.building import built
 from tests.support.grid import each
 from tests.support.kfac import assert_close, labels, noise
 from tests.support.layer_cases import CASES, ONE_OF_EACH
-from tests.support.models import Tokens, images, mlp, seeded_build, vectors
+from tests.support.models import Tokens, images, seeded_build, vectors
 from tests.support.networks import NORMED, TOKENS, Normed, Sometimes, Words, around, squares
 from tests.support.oracles.ekfac import example_gradients as one_by_one
 from tests.support.oracles.hylo import (
@@ -45,6 +42,7 @@ KINDS = [name for name, case in CASES.items() if not case.expand_only]
 DEFAULT = {
     *ONE_OF_EACH, "linear-no-bias", "conv1d", "conv2d-depthwise", "conv3d", "embedding-called-twice",
     "embedding-one-index", "bag-mean-padding", "attention-no-bias", "attention-positions-first", "bilinear",
+    "attention-checkpointed",
 }  # fmt: skip
 
 
@@ -300,18 +298,6 @@ def test_in_place_activations_views_and_memory_layouts_change_nothing(approx):
         for name in names:
             U = layer_rows(plain, name, given.contiguous(), y, F.cross_entropy, approx)
             check_block(opt, model, name, U, kept, 1e-2)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputed_activations_count_once(reentrant):
-    (x, y), model = vectors(), mlp((4, 5, 5, 3))
-    plain = copy.deepcopy(model)
-    opt = plain_hylo(model)
-    z = checkpoint(model[1:3], model[0](x), use_reentrant=reentrant)
-    F.cross_entropy(model[3:](z), y).backward()
-    kept = taken(opt)
-    for name in ("0", "2", "4"):
-        check_block(opt, model, name, layer_rows(plain, name, x, y, F.cross_entropy), kept, 1e-2)
 
 
 class Positions(nn.Module):

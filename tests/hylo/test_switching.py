@@ -405,35 +405,24 @@ def live(policy: SwitchPolicy, steps: range, place: Place) -> list[str]:
 
 @places
 def test_a_copy_in_the_middle_decides_alike(place):
+    """A state always has the same keys, and replaces the one of a policy that was used before."""
     for original, stop in product(ALL, (5, 16, 27)):
-        policy = copy.deepcopy(original)
+        policy, used = copy.deepcopy(original), blank(original)
+        keys = list(policy.state_dict())
         live(policy, range(stop), place)
-        others = [renew(policy) for renew in RENEWALS.values()]
-        assert others == [policy] * len(RENEWALS)
+        live(used, range(100, 117), place)
         state = policy.state_dict()
+        used.load_state_dict(state)
+        others = [used, *(renew(policy) for renew in RENEWALS.values())]
+        assert others == [policy] * len(others)
         found = [live(other, range(stop, 45), place) for other in others]
         taken = policy.state_dict()
         taken.update(dict.fromkeys(taken, 5.0))
         assert str(policy.state_dict()) == str(state), original
-        assert found == [live(policy, range(stop, 45), place)] * len(RENEWALS), original
-
-
-@places
-def test_a_state_always_has_the_same_keys_and_replaces_the_previous_one(place):
-    for original in ALL:
-        policy, other = copy.deepcopy(original), blank(original)
-        live(other, range(100, 117), place)
-        keys = list(policy.state_dict())
-        for step in range(40):
-            live(policy, range(step, step + 1), place)
-            state = policy.state_dict()
-            assert list(state) == keys
-            assert all(type(value) is float for value in state.values())
-        policy.observe(40, [0.1] * 20, place(1.0))
-        assert list(policy.state_dict()) == keys
-        other.load_state_dict(policy.state_dict())
-        assert str(other.state_dict()) == str(policy.state_dict())
-        assert live(other, range(41, 60), place) == live(policy, range(41, 60), place), original
+        assert found == [live(policy, range(stop, 45), place)] * len(others), original
+        policy.observe(45, [0.1] * 20, place(1.0))
+        assert list(state) == list(policy.state_dict()) == keys
+        assert all(type(value) is float for value in state.values())
 
 
 def test_a_state_that_does_not_fit_is_refused_as_a_whole():

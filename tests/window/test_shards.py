@@ -226,15 +226,6 @@ def test_units_share_their_messages_and_whole_ones_need_no_sum() -> None:
     assert sent("global", workers=2)[0][0][0] != "sum"
 
 
-def test_repeated_gradients_change_the_solver_on_all_ranks() -> None:
-    def steps(comm: ThreadRank | None = None) -> Tensor:
-        opt, params = made("mfac dense", comm, torch.float32, damping=1e-8)
-        return torch.stack([push(opt, params, noise(D, seed=0 if 2 <= i < 16 else i)) for i in range(30)])
-
-    found = assert_alike(steps, 1e-5)
-    assert all(torch.equal(path, found[0]) for path in found)
-
-
 # ------------------------------------------------------------------------------------------------------- unusual events
 @each(storage=["dense", "topk", "rank-1"], partition=["global", "layer"])
 def test_more_ranks_than_parts(storage: str, partition: str) -> None:
