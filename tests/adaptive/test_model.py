@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from secondorder import EKFAC, KFAC
-from secondorder.capture.fisher.likelihood import Gaussian
 from tests.support.building import built
 from tests.support.grid import pairs
 from tests.support.quadratic import (
@@ -32,27 +31,6 @@ from tests.support.quadratic import (
 def modelled(optimizer: KFAC) -> tuple[float, float]:
     found = optimizer.diagnostics()
     return -found["model_rate"], found["model_momentum"]
-
-
-def test_on_a_quadratic_with_its_own_curvature_the_step_is_newtons(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With V = C⁻¹∇ the model does not change the step, α = −1 and μ = 0, and the first one ends at the minimum."""
-    model, optimizer, loop = regression(
-        quadratic_model=True, momentum=0.9, likelihood=Gaussian(variance=1.0), damping=1e-30, outputs=True
-    )
-    loop.loss = lambda f, y: 0.5 * (f - y).square().sum() / len(f)
-    a = torch.cat([loop.x, torch.ones(9, 1).double()], 1)
-    A = a.mT @ a / 9  # C = I ⊗ A
-    (block,) = optimizer.blocks.values()
-    monkeypatch.setattr(block, "precondition", lambda gradient: gradient @ torch.linalg.inv(A))
-    optimizer.step(loop)
-    assert modelled(optimizer) == (pytest.approx(-1), 0.0)
-    solution = torch.linalg.lstsq(a, loop.y).solution
-    torch.testing.assert_close(model.weight.detach(), solution[:3].mT)
-    torch.testing.assert_close(model.bias.detach(), solution[3])
-    with torch.no_grad():
-        model.weight += 1
-    optimizer.step(loop)
-    assert modelled(optimizer) == (pytest.approx(-1), pytest.approx(0, abs=1e-10))
 
 
 @pairs(lr=[1.0, 0.3], momentum=[0.9, 0.0], decay=[0.0, 0.1], exact=[True, False], method=[KFAC, EKFAC])

@@ -21,11 +21,6 @@ def test_two_coefficients_solve_the_dense_system(entries: list[float], c1: float
     np.testing.assert_allclose(found.numpy(), -np.linalg.solve(M, c), rtol=1e-9, atol=1e-9)
 
 
-def test_one_coefficient_has_a_closed_form() -> None:
-    found = minimise(torch.tensor([[4.0]], dtype=torch.float64), torch.tensor([2.0], dtype=torch.float64), 1e-8)
-    assert found.tolist() == [-0.5]
-
-
 @pytest.mark.parametrize("second", [0.0, 1e-9, 1.0, 1e9])
 def test_a_parallel_second_direction_is_ignored(second: float) -> None:
     d1 = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
