@@ -104,18 +104,6 @@ def test_without_a_closure_the_model_is_that_of_the_blocks() -> None:
         optimizer.step()
 
 
-def test_the_size_of_the_direction_does_not_matter() -> None:
-    found = []
-    for limit in (None, 1e-6):  # kl-clip shortens the direction; the model determines its length
-        torch.manual_seed(0)
-        model, optimizer, loop = problem(
-            quadratic_model=True, momentum=0.9, likelihood="categorical", kl_clip=limit, outputs=True
-        )
-        repeat(optimizer, loop, 4)
-        found.append(flat(model.parameters()))
-    torch.testing.assert_close(*found)
-
-
 @pytest.mark.parametrize("lr", [1.0, 0.4])
 def test_the_ratio_counts_the_step_that_was_taken(lr: float) -> None:
     """On a quadratic, ρ is one for the model's own step and for the part of it that ``lr`` takes."""

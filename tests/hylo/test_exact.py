@@ -91,17 +91,6 @@ def test_rows_of_the_last_refresh_precondition_the_current_gradient():
         assert_solved(model, plain, batches[number - number % 3], kept)
 
 
-def test_a_gradient_that_changes_between_backward_and_step_is_the_one_that_is_preconditioned():
-    """Gradient clipping, for example, changes ``.grad``, also at a step with a refresh."""
-    for mode in ("sngd", "kid", "kis"):
-        (x, y), model, plain = vectors(), mlp(), mlp()
-        opt = plain_hylo(model, mode=mode, rank_fraction=1.0)
-        F.cross_entropy(model(x), y).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
-        model[2].weight.grad.add_(noise(3, 5))
-        assert_solved(model, plain, (x, y), taken(opt), tolerance=1e-7)
-
-
 @pairs(normalized=[False, True], relative=[False, True])
 def test_a_new_damping_waits_for_the_refresh(normalized, relative):
     """Between refreshes the 1/λ of the update, and the λ that multiplies it, are those of the kernel."""

@@ -97,53 +97,6 @@ def test_a_mean_over_outputs_multiplies_by_their_number(loss, outputs):
         check_block(opt, model, name, outputs**0.5 * layer_rows(plain, name, x, y, loss), kept, 1e-2)
 
 
-@each(kind=list(BUILDS), mode=["sngd", "kid", "kis"], unscale=[False, True])
-def test_the_scale_of_a_grad_scaler_does_not_matter(kind, mode, unscale):
-    (build, data), keywords = BUILDS[kind], {"mode": mode, "rank_fraction": 0.4}
-    model, (x, y), scaler = build(), data(8), torch.amp.GradScaler("cpu", init_scale=2.0**16)
-    opt = plain_hylo(model, grad_scaler=scaler, **keywords)
-    scaler.scale(F.cross_entropy(model(x), y)).backward()
-    if unscale:
-        scaler.unscale_(opt)
-    with opt.keep_directions() as kept:
-        scaler.step(opt)
-    scaler.update()
-    assert_close(flat(kept), result(build(), [(x, y, F.cross_entropy)], **keywords), 1e-9)
-
-
-@pytest.mark.parametrize("mode", ORDERLESS)
-def test_with_relative_damping_the_update_is_inversely_proportional_to_the_loss(mode):
-    """F and λ scale with α², V with α."""
-    x, y = images()
-    keywords = {"damping": 0.5, "damping_mode": "relative", **ORDERLESS[mode]}
-    base = result(convnet(), [(x, y, F.cross_entropy)], **keywords)
-    for alpha in (1e-3, 8.0):
-        scaled = result(convnet(), [(x, y, lambda out, t, a=alpha: a * F.cross_entropy(out, t))], **keywords)
-        assert_close(alpha * scaled, base, 1e-8)
-
-
-class Pooled(nn.Module):
-    """Circular padding and a mean over pixels: a tiled image has the gradients of one tile."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular")
-        self.head = nn.Linear(3, 3)
-
-    def forward(self, x):
-        return self.head(torch.tanh(self.conv(x)).mean((2, 3)))
-
-
-@approximations
-def test_a_tiled_image_is_the_same_example(approx):
-    x, y = images(4, size=(3, 4))
-    one, tiled = (
-        result(seeded_build(Pooled), [(x.repeat(1, 1, *tiles), y, F.cross_entropy)], approx=approx)
-        for tiles in ((1, 1), (2, 3))
-    )
-    assert_close(tiled, one, 1e-8)
-
-
 def test_the_published_scale_of_convolutions_divides_by_the_positions():
     """F is that of ``reduce`` divided by L²; nothing changes at one position or in other layers."""
 

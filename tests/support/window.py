@@ -48,6 +48,18 @@ def push(opt: torch.optim.Optimizer, params: Sequence[nn.Parameter], gradient: T
     return -flat(params)
 
 
+def push_some(
+    opt: torch.optim.Optimizer, params: Sequence[nn.Parameter], gradient: Tensor, missing: Iterable[int]
+) -> Tensor:
+    """The same without the gradients of some parameters."""
+    put(params, torch.zeros(len(gradient)))
+    give(params, gradient)
+    for i in missing:
+        params[i].grad = None
+    opt.step()
+    return -flat(params)
+
+
 def spans(params: Sequence[nn.Parameter]) -> list[list[int]]:
     """Columns of every parameter in the flat vector of all."""
     ends = torch.tensor([p.numel() for p in params]).cumsum(0).tolist()
