@@ -29,15 +29,11 @@ from tests.support.window import (
     states,
     stored_rows,
 )
-from tests.support.window_storages import METHODS, STORAGES, Storage
+from tests.support.window_storages import METHODS, STORAGES, Storage, regular
 
 SHAPES, D, M = [(4, 5), (3,), (3, 7)], 44, 4
 KINDS = ("dense", "topk", "rank-1")
 MOVED = (*KINDS, "bfloat16", "topk-4-bit")
-
-
-def mfac(params: Any, **keywords: Any) -> MFAC:
-    return built(MFAC, params, **{"lr": 1.0, "window_size": M, "damping": 1e-2, **keywords})
 
 
 def live_rows(opt: torch.optim.Optimizer, params: Sequence[nn.Parameter], kind: Storage) -> Tensor:
@@ -55,6 +51,14 @@ def random_step(opt: torch.optim.Optimizer, params: Sequence[nn.Parameter], seed
     return push(opt, params, noise(sum(p.numel() for p in params), seed=seed))
 
 
+def trained(params: Any, steps: int = 6, method: str = "mfac", **keywords: Any) -> Any:
+    """An optimizer after some steps with random gradients."""
+    opt = built(METHODS[method], params, **{"lr": 1.0, "window_size": M, **regular(method, 1e-2), **keywords})
+    for step in range(steps):
+        random_step(opt, [p for group in opt.param_groups for p in group["params"]], step)
+    return opt
+
+
 def network(dtype: torch.dtype) -> tuple[nn.Module, list[nn.Parameter]]:
     net = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)).to(dtype)
     return net, list(net.parameters())
@@ -66,9 +70,7 @@ def test_casting_the_model(to: torch.dtype, storage: str, steps: int) -> None:
     """A copy that is made before the optimizer noticed the cast takes the same steps."""
     kind = STORAGES[storage]
     net, params = network(torch.float32 if to == torch.float64 else torch.float64)
-    opt = mfac(net, **kind.keywords)
-    for step in range(steps):
-        random_step(opt, params, step)
+    opt = trained(net, steps, **kind.keywords)
     before = live_rows(opt, params, kind)
     net.to(to)
     unnoticed = copy.deepcopy(opt)
@@ -93,9 +95,7 @@ def test_casting_the_model(to: torch.dtype, storage: str, steps: int) -> None:
 
 def test_float32_rows_loaded_as_bfloat16() -> None:
     params, others = parameters(SHAPES, torch.float32), parameters(SHAPES, torch.float32)
-    wide, narrow = mfac(params), mfac(others, window_dtype=torch.bfloat16)
-    for step in range(6):
-        random_step(wide, params, step)
+    wide, narrow = trained(params), trained(others, 0, window_dtype=torch.bfloat16)
     narrow.load_state_dict(snapshot(wide))
     rows = assert_consistent(narrow, others, STORAGES["bfloat16"])
     assert torch.equal(rows, ring(wide, params, [0, 1, 2]).bfloat16().double())
@@ -107,9 +107,7 @@ def test_float32_rows_loaded_as_bfloat16() -> None:
 @each(storage=MOVED, method=list(METHODS), gone=[0, 2], steps=[2, 7])
 def test_removing_a_parameter_keeps_the_rows_of_the_others(method: str, storage: str, gone: int, steps: int) -> None:
     kind, params = STORAGES[storage], parameters(SHAPES)
-    opt = built(METHODS[method], params, lr=1.0, window_size=M, **kind.keywords)
-    for step in range(steps):
-        random_step(opt, params, step)
+    opt = trained(params, steps, method, **kind.keywords)
     kept = [p for i, p in enumerate(params) if i != gone]
     before = live_rows(opt, kept, kind)
     left = opt.param_groups[0]["params"].pop(gone)
@@ -125,9 +123,7 @@ def test_removing_a_parameter_keeps_the_rows_of_the_others(method: str, storage:
 @pytest.mark.parametrize("storage", MOVED)
 def test_moving_a_parameter_to_another_group_keeps_its_rows(storage: str) -> None:
     kind, params = STORAGES[storage], parameters([(4, 5), (3,), (3, 7), (2, 3)])
-    opt = mfac([{"params": params[:2]}, {"params": params[2:]}], partition="group", **kind.keywords)
-    for step in range(6):
-        random_step(opt, params, step)
+    opt = trained([{"params": params[:2]}, {"params": params[2:]}], partition="group", **kind.keywords)
     before = live_rows(opt, params, kind)
     opt.param_groups[1]["params"].append(opt.param_groups[0]["params"].pop(0))
     opt.zero_grad()
@@ -147,7 +143,7 @@ def test_attach_merges_windows_of_parameters_into_those_of_layers(storage: str, 
     """Windows that were not filled in the same steps have no rows in common, so they start again."""
     kind = STORAGES[storage]
     net, params = network(torch.float64)
-    opt = mfac(net.parameters(), partition="layer", **kind.keywords)
+    opt = trained(net.parameters(), 0, partition="layer", **kind.keywords)
     for step in range(6):
         give(params, noise(39, seed=step))
         if step == 3 and not together:
@@ -205,9 +201,7 @@ def test_a_state_may_be_saved_before_the_first_step_of_a_schedule() -> None:
 def test_the_window_size_may_change_just_before_saving(storage: str, m: int) -> None:
     kind, params, others = STORAGES[storage], parameters(SHAPES), parameters(SHAPES)
     own = {"momentum": 0.5, "momentum_mode": "pre", **kind.keywords}
-    opt, new = mfac(params, **own), mfac(others, window_size=m, **own)
-    for step in range(6):
-        random_step(opt, params, step)
+    opt, new = trained(params, **own), trained(others, 0, window_size=m, **own)
     opt.param_groups[0]["window_size"] = m
     saved = snapshot(opt)
     rows = torch.cat([stored_rows(saved["state"][i], p.numel(), kind.block_size) for i, p in enumerate(params)], dim=1)
@@ -233,9 +227,7 @@ def test_a_group_without_parameters() -> None:
 @pytest.mark.parametrize("storage", ["dense", "topk"])
 def test_a_refused_group_changes_nothing(storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     params = parameters(SHAPES)
-    opt = mfac(params, **STORAGES[storage].keywords)
-    for step in range(3):
-        random_step(opt, params, step)
+    opt = trained(params, 3, **STORAGES[storage].keywords)
     before, known, described = snapshot(opt), set(opt.state), opt.describe()
 
     def refused() -> weakref.ref[nn.Parameter]:
@@ -258,8 +250,7 @@ def test_a_refused_group_changes_nothing(storage: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("compression", [None, TopK(density=0.25, block_size=32)])
 def test_a_pickle_holds_the_window_once(compression: TopK | None) -> None:
     params = parameters([(80,)] * 30, torch.float32)
-    opt = mfac(params, window_size=32, compression=compression)
-    random_step(opt, params, 0)
+    opt = trained(params, 1, window_size=32, compression=compression)
     kinds = opt.memory_usage()
     assert kinds["window"] > 1e5
     limit = 3 * kinds["window"]
