@@ -23,6 +23,7 @@ from tests.support.quadratic import (
     kfac,
     mlp,
     momenta,
+    of_two_groups,
     problem,
     ratio,
     repeat,
@@ -106,27 +107,19 @@ def test_a_batch_that_is_dropped_on_a_device(options: dict[str, Any], monkeypatc
     assert optimizer.diagnostics()["rejected_steps"] == 0
 
 
-def test_steps_of_length_zero_do_not_change_damping() -> None:
-    _, optimizer, loop = problem(lr=0.0, **EVERY_STEP)
-    repeat(optimizer, loop, 3)
-    assert damping(optimizer) == 0.1
-
-
-@pytest.mark.parametrize(("sign", "bound"), [(-1.0, 0.08), (1.0, 0.12)])
-def test_damping_stays_within_its_bounds(sign: float, bound: float) -> None:
-    _, optimizer, loop = problem(min_damping=0.08, max_damping=0.12, **EVERY_STEP)
-    repeat(optimizer, lambda: sign * loop.rising(), 8)  # a loss that always falls, or always rises
+@pytest.mark.parametrize(("sign", "bound", "lr"), [(-1.0, 0.08, 1.0), (1.0, 0.12, 1.0), (0.0, 0.1, 0.0)])
+def test_damping_stays_within_its_bounds(sign: float, bound: float, lr: float) -> None:
+    """The loss always falls or always rises, or a step has no length and is not judged."""
+    _, optimizer, loop = problem(lr=lr, min_damping=0.08, max_damping=0.12, **EVERY_STEP)
+    repeat(optimizer, loop if sign == 0.0 else lambda: sign * loop.rising(), 8)
     assert damping(optimizer) == bound
 
 
 def test_all_groups_change_by_the_same_factor() -> None:
-    model, (x, y) = mlp(), batch()
-    groups = [
-        {"params": list(model[0].parameters()), "damping": 0.3},
-        {"params": list(model[3].parameters()), "damping": 2.0, "damping_mode": "relative"},
-    ]
-    optimizer = kfac(groups, module=model, lr=0.1, **EVERY_STEP)
-    optimizer.step(Loop(model, optimizer, x, y))
+    _, optimizer, loop = of_two_groups(
+        {"damping": 0.3}, {"damping": 2.0, "damping_mode": "relative"}, lr=0.1, **EVERY_STEP
+    )
+    optimizer.step(loop)
     assert [g["damping"] for g in optimizer.param_groups] == [pytest.approx(0.3 * 0.95), pytest.approx(2 * 0.95)]
     assert [g["damping_mode"] for g in optimizer.param_groups] == ["absolute", "relative"]
 
@@ -178,11 +171,9 @@ def test_maximizing_the_negative_is_the_same() -> None:
 
 
 def test_groups_with_opposite_objectives_are_refused() -> None:
-    model, (x, y) = mlp(), batch()
-    groups = [{"params": list(model[0].parameters())}, {"params": list(model[3].parameters()), "maximize": True}]
-    optimizer = kfac(groups, module=model, **EVERY_STEP)
+    _, optimizer, loop = of_two_groups({}, {"maximize": True}, **EVERY_STEP)
     with pytest.raises(RuntimeError, match="some groups maximize the loss and others minimize it"):
-        optimizer.step(Loop(model, optimizer, x, y))
+        optimizer.step(loop)
 
 
 @pairs(exact=[True, False], modelled=[True, False])

@@ -18,9 +18,9 @@ from tests.support.quadratic import (
     flat,
     gauss_newton,
     in_order,
-    kfac,
     mlp,
     momenta,
+    of_two_groups,
     problem,
     ratio,
     regression,
@@ -63,13 +63,12 @@ def test_coefficients_and_step_are_those_of_a_dense_solve(
 
 
 def test_each_group_enters_the_model_with_its_own_damping() -> None:
-    model, (x, y) = mlp(), batch()
-    first, last = list(model[0].parameters()), list(model[3].parameters())
-    groups = [{"params": first, "damping": 0.3}, {"params": last, "damping": 0.02}]
-    optimizer = kfac(groups, module=model, quadratic_model=True, likelihood="categorical")
-    theta, C = flat(model.parameters()), gauss_newton(model, x, y)
+    model, optimizer, loop = of_two_groups(
+        {"damping": 0.3}, {"damping": 0.02}, quadratic_model=True, likelihood="categorical", outputs=True
+    )
+    theta, C = flat(model.parameters()), gauss_newton(model, loop.x, loop.y)
     with optimizer.keep_directions() as kept:
-        optimizer.step(Loop(model, optimizer, x, y, outputs=True))
+        optimizer.step(loop)
     V = flat(kept[name] for name, _ in model.named_parameters())
     lam = torch.cat([torch.full((20,), 0.3), torch.full((24,), 0.02)]).double()
     alpha = -(flat(p.grad for p in model.parameters()) @ V) / (V @ C @ V + V @ (lam * V))

@@ -64,6 +64,16 @@ def problem(*, outputs: bool = False, dropout: float = 0.0, **options: Any) -> t
     return model, optimizer, Loop(model, optimizer, x, y, outputs=outputs)
 
 
+def of_two_groups(
+    first: dict[str, Any], last: dict[str, Any], *, outputs: bool = False, **options: Any
+) -> tuple[nn.Sequential, KFAC, Loop]:
+    """The same with a parameter group per layer."""
+    model, (x, y) = mlp(), batch()
+    groups = [{"params": list(model[i].parameters()), **own} for i, own in ((0, first), (3, last))]
+    optimizer = kfac(groups, module=model, **options)
+    return model, optimizer, Loop(model, optimizer, x, y, outputs=outputs)
+
+
 def regression(*, outputs: bool = False, **options: Any) -> tuple[nn.Linear, KFAC, Loop]:
     """The same for a linear layer and a squared loss, which is equal to its quadratic model."""
     model = nn.Linear(3, 2).double()

@@ -123,6 +123,17 @@ def push_through(rows: Tensor, damping: float) -> Tensor:
     return torch.from_numpy((G.T @ a).astype(np.float64))
 
 
+@pytest.mark.parametrize("d", [40, 2000])  # products of the small window are exact
+def test_the_same_gradient_in_every_step(d: int) -> None:
+    for scale in (1e-3, 1.0, 100.0):
+        params, g = parameters([(d,)], torch.float32), scale * noise(d, dtype=torch.float32)
+        opt = MFAC(params, lr=1.0)
+        exact = g.double()
+        expected = exact / (1e-5 + exact @ exact)
+        for step in range(14):
+            assert_near(push(opt, params, g), expected, 1e-3, f"{scale}, step {step}")
+
+
 @pytest.mark.parametrize("d", [40, 2000])
 def test_a_schedule_that_begins_with_steps_of_length_zero(d: int) -> None:
     params = parameters([(d,)], torch.float32)

@@ -13,8 +13,8 @@ from tests.support.window_storages import METHODS, STORAGES, averaging, explicit
 
 SHAPES, D, M, LR, DECAY = [(4, 5), (3,)], 23, 5, 0.5, 0.1
 SPLIT = {"global": [[0, 1]], "layer": [[0], [1]]}
-#: Share of the parameters that is subtracted in addition to the preconditioned decay.
-MODES = {"reg": 0.0, "both": DECAY}
+#: Share of the parameters that is subtracted outside of the preconditioned vector.
+MODES = {"standard": 0.0, "legacy": DECAY, "reg": 0.0, "both": DECAY}
 
 
 def step_from(opt: torch.optim.Optimizer, params: list[nn.Parameter], p: Tensor, gradient: Tensor) -> Tensor:
@@ -26,11 +26,8 @@ def step_from(opt: torch.optim.Optimizer, params: list[nn.Parameter], p: Tensor,
 
 
 @pairs(method=list(METHODS), mode=list(MODES), partition=list(SPLIT))
-def test_decay_that_is_preconditioned_with_gradients(method: str, mode: str, partition: str) -> None:
-    """With λ = 1e-6 (ε = 1e-4), preconditioning g + wd·p with the dots of g would leave p/λ.
-
-    `tests/contract/test_weight_decay.py` compares the modes whose decay is part of the rows, or of neither.
-    """
+def test_modes_of_weight_decay(method: str, mode: str, partition: str) -> None:
+    """With λ = 1e-6 (ε = 1e-4), preconditioning g + wd·p with the dots of g would leave p/λ."""
     params, small = parameters(SHAPES), 1e-6 if method == "mfac" else 1e-4
     keywords = {"weight_decay": DECAY, "weight_decay_mode": mode, "partition": partition, **regular(method, small)}
     opt = built(METHODS[method], params, lr=LR, window_size=M, **keywords)
@@ -38,12 +35,13 @@ def test_decay_that_is_preconditioned_with_gradients(method: str, mode: str, par
     for step in range(3 * M + 2):
         g, p = noise(D, seed=step), noise(D, seed=100 + step)
         moved = step_from(opt, params, p, g)
-        seen.append(g)
+        seen.append(g + DECAY * p if mode == "standard" else g)
+        x = g if mode == "legacy" else g + DECAY * p
         for unit in SPLIT[partition]:
             c = columns_of(params, unit)
-            if len(c) <= M:
+            if len(c) <= M and mode in ("reg", "both"):
                 continue  # rows span the unit, so that x/λ cancels; see the next test
-            u = explicit(method, torch.stack(seen[-M:])[:, c], (g + DECAY * p)[c], small)
+            u = explicit(method, torch.stack(seen[-M:])[:, c], x[c], small)
             assert_near(moved[c], LR * u + MODES[mode] * p[c], 1e-9, f"step {step}")
 
 
@@ -63,7 +61,7 @@ def test_decay_inside_a_window_that_spans_everything(method: str) -> None:
 
 @pytest.mark.parametrize("storage", ["float32", "bfloat16", "topk", "rank-2"])
 def test_with_a_compressed_window_the_stored_row_and_the_decay_are_preconditioned(storage: str) -> None:
-    for mode, share in MODES.items():
+    for mode in ("reg", "both"):
         kind, params = STORAGES[storage], parameters(SHAPES)
         keywords = {"weight_decay": DECAY, "weight_decay_mode": mode, **kind.keywords}
         opt = built(MFAC, params, lr=LR, window_size=M, damping=1e-6, **keywords)
@@ -72,7 +70,7 @@ def test_with_a_compressed_window_the_stored_row_and_the_decay_are_preconditione
             moved = step_from(opt, params, p, g)
             rows = history(opt, params, [0, 1], kind.block_size)
             u = fisher_direction(rows, rows[-1] + DECAY * p, 1e-6)
-            assert_near(moved, LR * u + share * p, 1e-9, f"step {step}")
+            assert_near(moved, LR * u + MODES[mode] * p, 1e-9, f"step {step}")
 
 
 def test_groups_of_one_unit_may_have_different_decays() -> None:
