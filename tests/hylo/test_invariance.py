@@ -1,6 +1,5 @@
 """The direction does not depend on how a batch is split, ordered, repeated or scaled, nor on the precision."""
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -31,7 +30,6 @@ BUILDS = {
     "tokens": (lambda: seeded_build(lambda: Tokens(read="mean")), lambda n: (noise(n, 5, 3), vectors(n)[1])),
 }
 APPROX = ["expand", "reduce"]
-approximations = pytest.mark.parametrize("approx", APPROX)
 # Modes whose direction is a function of the set of rows; KID keeps the same rows in any order, up to ties.
 ORDERLESS = {
     "sngd": {"mode": "sngd"},

@@ -24,8 +24,6 @@ from tests.support.window_storages import METHODS, STORAGES, averaging, explicit
 
 D, SMALL = 23, 1e-3  # SMALL is the damping, or ε
 
-methods = pytest.mark.parametrize("method", METHODS)
-
 
 def new(method: str = "mfac", d: int = D, value: float = SMALL, **keywords: Any) -> tuple[Any, list[Any]]:
     params = parameters([(d,)])
