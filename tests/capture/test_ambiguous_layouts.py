@@ -12,6 +12,10 @@ from torch import Tensor, nn
 
 from secondorder import EKFAC, KFAC, HyLo
 from tests.support.building import built
+from tests.support.kfac import plain_kfac, train_step
+from tests.support.models import seeded_build
+from tests.support.networks import squares
+from tests.support.oracles.kfac import expected_factors
 
 DAMPING = 0.1
 
@@ -101,26 +105,6 @@ def test_layouts_that_can_be_inferred(kind: Callable[[nn.Module], nn.Module], n:
     assert_solved(kind(layer).double(), layer, torch.randn(shape).double())
 
 
-@pytest.mark.parametrize(
-    ("kind", "keywords", "layer"),
-    [
-        (KFAC, {}, nn.LayerNorm(5)),
-        (KFAC, {"approx": "reduce"}, nn.Linear(5, 5)),
-        (EKFAC, {}, nn.Linear(5, 5)),
-        (HyLo, {"mode": "sngd", "approx": "expand"}, nn.Linear(5, 5)),
-    ],
-    ids=["norm", "reduce", "scale", "rows"],
-)
-def test_a_layer_of_unknown_layout_is_left_out_with_a_warning(
-    kind: Any, keywords: dict[str, Any], layer: nn.Module
-) -> None:
-    torch.manual_seed(0)
-    model = Windows(layer).double()
-    optimizer = built(kind, model, lr=0.0, damping=DAMPING, kl_clip=None, **keywords)
-    with pytest.warns(UserWarning, match="may have the examples of the batch in their second dimension or"):
-        step(optimizer, model, torch.randn(16, 8, 8, 5).double(), torch.randn(16, 320).double())
-
-
 def test_expanded_factors_do_not_need_the_layout(recwarn: pytest.WarningsRecorder) -> None:
     torch.manual_seed(0)
     model = Windows(nn.Linear(5, 5)).double()
@@ -194,21 +178,14 @@ SHARED: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("case", SHARED)
 def test_parameters_that_all_examples_share_do_not_count_as_one_example(case: str) -> None:
-    torch.manual_seed(0)
     build, x = SHARED[case]
-    model, gradients = build().double(), []
-    optimizer = KFAC(model, lr=0.0, damping=DAMPING, kl_clip=None)
-
-    def keep_gradient(module: nn.Module, args: Any, output: Tensor) -> None:
-        output.register_hook(gradients.append)
-
-    model.out.register_forward_hook(keep_gradient)
-    outputs = model(x)
-    ((outputs * torch.randn_like(outputs)).sum() / N).backward()
-    optimizer.step()
-    rows = gradients[0] * N
+    model = seeded_build(build)
+    y = torch.zeros_like(model(x))
+    _, B = expected_factors(model, x, y, squares, ["out"])["out"]
+    optimizer = plain_kfac(model, lr=0.0)
+    train_step(optimizer, model, x, y, squares)
     state = optimizer.state[model.out.weight]
-    torch.testing.assert_close(state["factor_g"], rows.T @ rows / N)
+    torch.testing.assert_close(state["factor_g"], B)
     assert state["factor_weight"] == N
 
 
@@ -246,26 +223,6 @@ def test_modules_with_a_defined_layout_determine_that_of_others(case: str, n: in
     assert_solved(model, model.layer, torch.randn(n, 16, 5).double(), alone=not windows)
 
 
-def test_with_as_many_positions_as_examples_sequence_first_attention_determines_nothing() -> None:
-    torch.manual_seed(0)
-    model = Known(nn.MultiheadAttention(5, 1), False).double()
-    optimizer = KFAC(model, lr=0.0, damping=DAMPING, kl_clip=None)
-    with pytest.warns(UserWarning, match="may have the examples of the batch in their second dimension or"):
-        step(optimizer, model, torch.randn(16, 16, 5).double(), torch.randn(16, 80).double())
-
-
-@pytest.mark.parametrize("kind", [KFAC, EKFAC])
-def test_observed_windows_are_left_out_too(kind: Any) -> None:
-    torch.manual_seed(0)
-    model = Windows(nn.LayerNorm(5)).double()
-    optimizer = kind(model, lr=0.0, damping=DAMPING, kl_clip=None, fisher="exact")
-    outputs = model(torch.randn(16, 8, 8, 5).double())
-    optimizer.observe(outputs, "gaussian")
-    outputs.square().sum().backward()
-    with pytest.warns(UserWarning, match="may have the examples of the batch in their second dimension or"):
-        optimizer.step()
-
-
 class Mean(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.mean(-1)
@@ -286,18 +243,39 @@ class Relative(nn.Module):
         return found
 
 
-@pytest.mark.parametrize("n", [4, 5])
-def test_a_table_of_pairs_has_no_examples(n: int) -> None:
+UNKNOWN = "may have the examples of the batch in their second dimension or"
+WINDOWS = torch.linspace(-9, 9, 16 * 320).view(16, 8, 8, 5).sin().double()
+#: Method, its keywords, a model, its input, and a part of the warning.
+LEFT_OUT: dict[str, tuple[Any, dict[str, Any], Callable[[], nn.Module], Tensor, str]] = {
+    "norm": (KFAC, {}, lambda: Windows(nn.LayerNorm(5)), WINDOWS, UNKNOWN),
+    "reduce": (KFAC, {"approx": "reduce"}, lambda: Windows(nn.Linear(5, 5)), WINDOWS, UNKNOWN),
+    "scale": (EKFAC, {}, lambda: Windows(nn.Linear(5, 5)), WINDOWS, UNKNOWN),
+    "rows": (HyLo, {"mode": "sngd", "approx": "expand"}, lambda: Windows(nn.Linear(5, 5)), WINDOWS, UNKNOWN),
+    "observed norm": (KFAC, {"fisher": "exact"}, lambda: Windows(nn.LayerNorm(5)), WINDOWS, UNKNOWN),
+    "observed, EKFAC": (EKFAC, {"fisher": "exact"}, lambda: Windows(nn.LayerNorm(5)), WINDOWS, UNKNOWN),
+    "as many positions as examples": (
+        KFAC, {}, lambda: Known(nn.MultiheadAttention(5, 1), False), WINDOWS.view(16, -1, 5)[:, :16], UNKNOWN,
+    ),
+    "table of pairs": (EKFAC, {}, Relative, torch.arange(32).view(4, 8) % 9, "table"),
+    "table of pairs, odd": (EKFAC, {}, Relative, torch.arange(40).view(5, 8) % 9, "table"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LEFT_OUT)
+def test_a_layer_of_unknown_layout_is_left_out_with_a_warning(case: str) -> None:
+    kind, keywords, build, x, message = LEFT_OUT[case]
     torch.manual_seed(0)
-    model = Relative().double()
-    optimizer = EKFAC(model, lr=0.0, damping=DAMPING, kl_clip=None)
+    model = build().double()
+    optimizer = built(kind, model, lr=0.0, damping=DAMPING, kl_clip=None, **keywords)
 
     def train() -> None:
         for _ in range(2):  # the second measures a scale
-            (model(torch.randint(9, (n, 8))).square().sum() / n).backward()
+            outputs = model(x)
+            optimizer.observe(outputs, "gaussian")
+            (outputs.square().sum() / len(x)).backward()
             optimizer.step()
 
-    with pytest.warns(UserWarning, match="table"):
+    with pytest.warns(UserWarning, match=message):
         train()
 
 

@@ -28,23 +28,15 @@ from tests.support.operators import Operators
 from tests.support.oracles.kfac import expected_factors, solve_exact
 
 
-def test_evaluation_with_accumulating_backward_is_not_captured():
-    """An eval forward contributes its gradients to .grad, but no statistics."""
-    model, (x, y) = mlp(), vectors()
-    opt = plain_kfac(model, lr=0.1)
-    train_step(opt, model, x, y, F.cross_entropy)
-    held = all_factors(opt, model)
-    model.eval()
-    train_step(opt, model, *vectors(seed=1), F.cross_entropy)
-    assert_same_factors(opt, model, held)
-
-
-@pytest.mark.parametrize("inside", ["forward and backward", "forward", "nested", "an exception"])
-def test_nothing_inside_a_pause_is_captured(inside):
+@pytest.mark.parametrize("inside", ["forward and backward", "forward", "nested", "an exception", "evaluation"])
+def test_nothing_inside_a_pause_or_of_an_evaluation_is_captured(inside):
+    """Its gradients are in .grad, but it has no statistics."""
     other, target = vectors(9, seed=5)
     model, (x, y) = mlp(), vectors()
     opt = plain_kfac(model)
-    with pytest.raises(KeyError) if inside == "an exception" else nullcontext(), opt.pause_capture():
+    pause = nullcontext() if inside == "evaluation" else opt.pause_capture()
+    with pytest.raises(KeyError) if inside == "an exception" else nullcontext(), pause:
+        model.train(inside != "evaluation")
         if inside == "nested":
             with opt.pause_capture():
                 backward(model, other, target, F.cross_entropy)
@@ -55,7 +47,7 @@ def test_nothing_inside_a_pause_is_captured(inside):
             raise KeyError
     if inside == "forward":
         value.backward()
-    backward(model, x, y, F.cross_entropy)
+    backward(model.train(), x, y, F.cross_entropy)
     opt.step()
     assert_factors(all_factors(opt, model), expected_factors(mlp(), x, y, F.cross_entropy))
 

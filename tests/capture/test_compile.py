@@ -226,19 +226,3 @@ def test_a_second_model_of_a_class_is_covered_after_a_reset_or_an_optimizer_of_t
     if first != "kfac":
         torch.compiler.reset()
     assert_captures(reused(), reused(), x, y, lambda model: whole(model, x, y, "eager"))
-
-
-def test_autocast_inside_a_compiled_model():
-    x, y = vectors()
-    expected = expected_factors(mlp(), x, y, F.cross_entropy)
-    model = mlp().float()
-    opt = plain_kfac(model)
-    fast = compiled(model)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        value = F.cross_entropy(fast(x.float()), y)
-    value.backward()
-    opt.step()
-    for name, (A, B) in all_factors(opt, model).items():
-        assert A.dtype == B.dtype == torch.float32
-        assert_close(A.double(), expected[name][0], 2e-2)
-        assert_close(B.double(), expected[name][1], 4e-2)

@@ -26,23 +26,24 @@ from tests.support.grid import each
 from tests.support.kfac import hook_counts
 
 EVERY = {"factor_update_steps": 1, "inv_update_steps": 1}
+OPTIONS = {
+    "kfac": (KFAC, EVERY),
+    "cholesky": (KFAC, {"inverse_method": "cholesky", **EVERY}),
+    "reduce": (KFAC, {"approx": "reduce", **EVERY}),
+    "ekfac": (EKFAC, EVERY),
+    "intra": (EKFAC, {"estimator": "intra", **EVERY}),
+    "hylo": (HyLo, {"update_steps": 1, "mode": "sngd"}),
+    "mfac": (MFAC, {"window_size": 4}),
+    "sparse_mfac": (SparseMFAC, {"window_size": 4, "compression": TopK(density=0.3, block_size=64)}),
+    "ggt": (GGT, {"window_size": 4}),
+}
 METHODS = {
-    "kfac": lambda m, **k: built(KFAC, m, lr=0.1, damping=0.1, **EVERY, **k),
-    "cholesky": lambda m, **k: built(KFAC, m, lr=0.1, damping=0.1, inverse_method="cholesky", **EVERY, **k),
-    "reduce": lambda m, **k: built(KFAC, m, lr=0.1, damping=0.1, approx="reduce", **EVERY, **k),
-    "ekfac": lambda m, **k: built(EKFAC, m, lr=0.1, damping=0.1, **EVERY, **k),
-    "intra": lambda m, **k: built(EKFAC, m, lr=0.1, damping=0.1, estimator="intra", **EVERY, **k),
-    "hylo": lambda m, **k: built(HyLo, m, lr=0.1, damping=0.1, update_steps=1, mode="sngd", **k),
-    "mfac": lambda m, **k: built(MFAC, m, lr=0.1, damping=0.1, window_size=4, **k),
-    "sparse_mfac": lambda m, **k: built(
-        SparseMFAC, m, lr=0.1, damping=0.1, window_size=4, compression=TopK(density=0.3, block_size=64), **k
-    ),
-    "ggt": lambda m, **k: built(GGT, m, lr=0.1, window_size=4, **k),
+    name: functools.partial(built, cls, lr=0.1, **options, **({} if cls is GGT else {"damping": 0.1}))
+    for name, (cls, options) in OPTIONS.items()
 }
 LAYERED = ["kfac", "cholesky", "reduce", "ekfac", "intra", "hylo"]
 #: One of each kind of state: factors, scales, rows, a window, a window with a moment.
 KINDS = ["kfac", "ekfac", "hylo", "mfac", "ggt"]
-every_kind = pytest.mark.parametrize("method", KINDS)
 pytestmark = pytest.mark.filterwarnings("error")
 
 
@@ -68,12 +69,14 @@ def whole(model, batches):
         (F.cross_entropy(model(x), y) / len(batches)).backward()
 
 
-def chained(parts, batches):
+def outputs_of(parts, x):
     """The parts one after the other, in one graph."""
+    return functools.reduce(lambda z, part: part(z), parts, x)
+
+
+def chained(parts, batches):
     for x, y in batches:
-        for part in parts:
-            x = part(x)
-        (F.cross_entropy(x, y) / len(batches)).backward()
+        (F.cross_entropy(outputs_of(parts, x), y) / len(batches)).backward()
 
 
 class Stage:
@@ -180,16 +183,6 @@ def test_a_layer_that_two_parts_share_counts_as_in_one_module(method, loop):
     assert list(assert_steps_as_one(method, LOOPS[loop], tied=True).blocks) == ["0.0", "0.2", "1.3"]
 
 
-@pytest.mark.parametrize("method", ["kfac", "intra", "hylo"])
-def test_examples_are_counted_once_per_micro_batch(method):
-    """Counting by part would halve the mean."""
-    parts = make_parts()
-    opt = METHODS[method](parts)
-    chained(parts, micro_batches(0, 1))
-    taken = opt.capture.take()
-    assert set(taken.examples.values()) == {taken.total} == {4}
-
-
 @pytest.mark.parametrize("interval", [1, 100])
 def test_a_pass_of_the_model_is_prepared_once_and_one_of_a_part_by_itself_too(interval, monkeypatch):
     model = nn.Sequential(*make_parts())
@@ -211,21 +204,47 @@ def test_a_pass_of_the_model_is_prepared_once_and_one_of_a_part_by_itself_too(in
     assert len(calls) == 4  # the pass that failed has ended
 
 
-@each(fisher=["mc", "exact"], build=[KFAC, EKFAC])
-def test_observe_takes_the_outputs_of_the_last_part(fisher, build):
+def assert_alike(make, take_step):
+    """Three steps with several parts, and the same with one module."""
     found = []
     for parts in (make_parts(), [nn.Sequential(*make_parts())]):
-        opt = build(parts if len(parts) > 1 else parts[0], lr=0.1, damping=0.1, fisher=fisher, **EVERY)
-        for step in range(2):
+        opt = make(parts if len(parts) > 1 else parts[0])
+        for step in range(3):
             opt.zero_grad()
-            for x, y in micro_batches(step):
-                for part in parts:
-                    x = part(x)
-                opt.observe(x, "categorical")
-                (F.cross_entropy(x, y) / 3).backward()
-            opt.step()
+            take_step(opt, parts, step)
         found.append(opt)
     assert_same(*found)
+    return found
+
+
+@each(fisher=["mc", "exact"], method=["kfac", "ekfac"])
+def test_observe_takes_the_outputs_of_the_last_part(fisher, method):
+    def take_step(opt, parts, step):
+        for x, y in micro_batches(step):
+            outputs = outputs_of(parts, x)
+            opt.observe(outputs, "categorical")
+            (F.cross_entropy(outputs, y) / 3).backward()
+        opt.step()
+
+    assert_alike(functools.partial(METHODS[method], fisher=fisher), take_step)
+
+
+def test_damping_adapts_by_the_loss_of_all_parts():
+    def take_step(opt, parts, step):
+        ((x, y),) = micro_batches(step, 1)
+
+        def closure():
+            opt.zero_grad()
+            loss = F.cross_entropy(outputs_of(parts, x), y)
+            loss.backward()
+            return loss
+
+        opt.step(closure)
+
+    make = functools.partial(METHODS["kfac"], adaptive_damping=True, damping_interval=1)
+    first, second = (opt.param_groups[0]["damping"] for opt in assert_alike(make, take_step))
+    assert first == pytest.approx(second)
+    assert first != 0.1
 
 
 @pytest.fixture
@@ -257,30 +276,7 @@ def test_the_schedules_of_torch_drive_several_stages(method, alone_in_a_group):
     assert_steps_as_one(method, scheduled)
 
 
-def test_damping_adapts_by_the_loss_of_all_parts():
-    found, adaptive = [], {"adaptive_damping": True, "damping_interval": 1}
-    for parts in (make_parts(), [nn.Sequential(*make_parts())]):
-        opt = built(METHODS["kfac"], parts if len(parts) > 1 else parts[0], **adaptive)
-        for step in range(3):
-
-            def closure(parts=parts, step=step, opt=opt):
-                opt.zero_grad()
-                ((x, y),) = micro_batches(step, 1)
-                for part in parts:
-                    x = part(x)
-                loss = F.cross_entropy(x, y)
-                loss.backward()
-                return loss
-
-            opt.step(closure)
-        found.append(opt)
-    dampings = [opt.param_groups[0]["damping"] for opt in found]
-    assert dampings[0] == pytest.approx(dampings[1])
-    assert dampings[0] != 0.1
-    assert_same(*found)
-
-
-@every_kind
+@pytest.mark.parametrize("method", KINDS)
 def test_state_goes_from_parts_to_one_module_and_back(method):
     """The parts are given as a list of modules in addition to named parameters."""
     parts, model = make_parts(), nn.Sequential(*make_parts())

@@ -1,11 +1,12 @@
 """The number of examples in a forward pass: models whose own forward is not called, and inputs that do not show it.
 
-The oracle passes one example after the other through the model's ``forward`` and collects rows in float64.
+The oracle passes one example after the other through the model or the script, and collects rows in float64.
 """
 
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,11 +19,11 @@ from secondorder import EKFAC, KFAC, BatchOptions, HyLo
 from secondorder.capture.batch import Input, Use, count_examples
 from tests.support.building import built
 from tests.support.grid import pairs
-from tests.support.kfac import all_factors, assert_captures, assert_factors, held_factors, labels, noise, plain_kfac
+from tests.support.kfac import all_factors, assert_factors, held_factors, labels, noise, plain_kfac
 from tests.support.models import mlp, seeded_build
 from tests.support.networks import Cell, Masked, Run, scanned
-from tests.support.oracles.kfac import expected_factors
-from tests.support.warned import warned
+from tests.support.oracles.kfac import covered_names, expected_factors
+from tests.support.warned import silent, warned
 
 WIDTH, CLASSES, N, T = 64, 10, 24, 7
 
@@ -65,76 +66,226 @@ def by_parts(model: Any, x: Tensor) -> Tensor:
     return model.decode(model.encode(x))
 
 
-def data() -> tuple[Tensor, Tensor]:
-    return noise(N, T, WIDTH), labels(N, CLASSES)
+class Timed(nn.Module):
+    """``model(t, x)``, with one time for all examples or one for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time, self.trunk, self.head = nn.Linear(1, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, t: Tensor, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.trunk(x) + self.time(t.reshape(-1, 1))))
 
 
-MODELS = {"sequence": Coder, "flattened in a part": lambda: Coder(Flat()), "two calls": Twice}
+class Samples(nn.Module):
+    """A layer that encodes, and a part that decodes several samples for each example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(4, 3), nn.Sequential(nn.Linear(3, CLASSES))
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.encoder(x).expand(5, -1, -1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(self.encode(x))
 
 
-@pairs(kind=MODELS.keys(), approx=["expand", "reduce"], size=[N, 10])
-def test_parts_that_are_called_without_the_model(
-    kind: str, approx: str, size: int, recwarn: pytest.WarningsRecorder
-) -> None:
-    x, y = data()
+class Recurrent(nn.Module):
+    """Takes tokens ``[T, N]``, as recurrent and attention layers do by default."""
 
-    def run(model: nn.Module) -> None:
-        for some_x, some_y in zip(x.split(size), y.split(size), strict=True):
-            (F.cross_entropy(by_parts(model, some_x), some_y, reduction="sum") / N).backward()
+    def __init__(self, body: type[nn.LSTM] = secondorder.nn.LSTM) -> None:
+        super().__init__()
+        self.table, self.body, self.head = nn.Embedding(9, 6), body(6, 5), nn.Linear(5, CLASSES)
 
-    assert_captures(seeded_build(MODELS[kind]), seeded_build(MODELS[kind]), x, y, run, approx=approx)
-    assert not recwarn.list
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.table(x))[0]).flatten(0, 1)
 
 
-@pairs(kind=["sequence", "flattened in a part"], sizes=[(N,), (N, N), (N, 10)], cls=[KFAC, EKFAC, HyLo])
-def test_directions_are_those_of_the_forward(kind: str, sizes: tuple[int, ...], cls: Any) -> None:
-    """This includes several batches before one backward, of which one may be shorter."""
-    batches = [noise(n, T, WIDTH, seed=n + i) for i, n in enumerate(sizes)]
-    steps = []
-    for run in (lambda model, x: model(x), by_parts):
-        model = seeded_build(MODELS[kind])
-        opt = cls(model, lr=1.0, momentum=0.0, damping=1e-2, kl_clip=None)
-        outputs = [run(model, x) for x in batches]
-        (sum(F.cross_entropy(z, labels(len(z), CLASSES), reduction="sum") for z in outputs) / sum(sizes)).backward()
-        opt.step()
-        steps.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-    torch.testing.assert_close(steps[1], steps[0], rtol=1e-9, atol=1e-12)
+class Unexposed(Recurrent):
+    """Has a recurrent layer that follows the fallback rule."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.LSTM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.table(x))[0])
 
 
-def test_observed_batches_of_parts() -> None:
-    found = []
-    for run in (lambda model, x: model(x), by_parts):
-        model = seeded_build(Coder)
-        opt = plain_kfac(model, fisher="exact")
-        outputs = [run(model, noise(N, T, WIDTH, seed=i)) for i in range(2)]
-        opt.observe(torch.cat(outputs), "categorical")
-        (sum(z.square().sum() for z in outputs) / (2 * N)).backward()
-        opt.step()
-        found.append(all_factors(opt, model))
-    assert_factors(found[1], found[0])
+class Turning(Unexposed):
+    """Takes tokens ``[N, T]`` and turns them for its recurrent layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.table(x).transpose(0, 1))[0].transpose(0, 1))
 
 
-def test_a_cell_that_a_script_runs_over_time() -> None:
+class Translation(nn.Module):
+    """An encoder and a decoder on ``[T, N]`` and ``[T - 2, N]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(9, 8), nn.Linear(8, CLASSES)
+        self.body = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.table(x), self.table(x[:-2])))
+
+
+class Detector(nn.Module):
+    """Takes a list of images ``[3, H, W]``, whose pixels are also targets, and returns losses, as in torchvision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(4, CLASSES)
+
+    def logits(self, images: Tensor) -> Tensor:
+        return self.head(self.body(images).flatten(2).mT).flatten(0, 1)
+
+    def forward(self, images: list[Tensor]) -> dict[str, Tensor]:
+        batch = torch.stack(images)
+        targets = (10 * batch[:, 0]).abs().long() % CLASSES
+        return {"loss": F.cross_entropy(self.logits(batch), targets.flatten())}
+
+
+class Regions(Detector):
+    """Has a head that takes the regions of all images as rows."""
+
+    def logits(self, images: Tensor) -> Tensor:
+        return self.head(self.body(images).flatten(2).mT.flatten(0, 1))
+
+
+class Projected(nn.Module):
+    """A trunk, and a projector that only scripts call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.projector = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.trunk(x))
+
+
+def rolled_out(model: Any, x: Tensor) -> Tensor:
     """Every layer is called equally often, but on its own results, so this is one forward."""
+    state, outputs = x.new_zeros(len(x), WIDTH), []
+    for t in range(T):
+        state = torch.tanh(model.trunk(state) + x[:, t])
+        outputs.append(model.projector(state))
+    return torch.stack(outputs, 1).mean(1)
 
-    class Cell(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return run(self, x)
+def previewed(model: Any, x: Tensor) -> Tensor:
+    return model.projector(torch.tanh(model.trunk(x))) + 0.0 * model(x)[:, :1].detach()
 
-    def run(model: Any, x: Tensor) -> Tensor:
-        state, outputs = x.new_zeros(len(x), WIDTH), []
-        for t in range(T):
-            state = torch.tanh(model.inner(state) + x[:, t])
-            outputs.append(model.head(state))
-        return torch.stack(outputs, 1).mean(1)
 
-    x, y = data()
-    plain, model = seeded_build(Cell), seeded_build(Cell)
-    assert_captures(model, plain, x, y, lambda model: F.cross_entropy(run(model, x), y).backward())
+def one_by_one(model: Any, x: Tensor) -> Tensor:
+    return torch.stack([model(row) for row in x])
+
+
+def turned(model: Any, x: Tensor) -> Tensor:
+    return model(x.mT).transpose(0, 1)
+
+
+ROWS, SEQUENCES, TOKENS = noise(N, WIDTH), noise(N, T, WIDTH), torch.arange(28).view(4, 7) * 5 % 9
+#: A model, a script that calls it or its layers, a batch, and the layers whose factors are those of single examples.
+SCRIPTS: dict[str, tuple[Any, Callable[[Any, Tensor], Tensor], Tensor, list[str] | None]] = {
+    "parts": (Coder, by_parts, SEQUENCES, None),
+    "flattened in a part": (lambda: Coder(Flat()), by_parts, SEQUENCES, None),
+    "two calls": (Twice, by_parts, SEQUENCES, None),
+    "layers over time": (Projected, rolled_out, SEQUENCES, None),
+    "a cell over time": (Cell, lambda cell, x: scanned(cell, x.transpose(0, 1)).transpose(0, 1), noise(5, 6, 4), None),
+    "single examples": (lambda: mlp((4, CLASSES)), one_by_one, noise(12, 4), None),
+    "samples": (Samples, lambda model, x: model(x).transpose(0, 1), noise(9, 4), None),
+    "samples by parts": (Samples, lambda model, x: model.decoder(model.encode(x)).transpose(0, 1), noise(9, 4), None),
+    "a projector after the model": (Projected, lambda model, x: model.projector(model(x)), ROWS, None),
+    "a preview before the model": (Projected, previewed, ROWS, ["projector"]),  # the trunk is called twice
+    "a mask first": (Masked, lambda model, x: model(noise(6, 6, seed=3), x), noise(5, 6, 4), None),
+    "one time first": (Timed, lambda model, x: model(noise(1), x), ROWS, ["trunk", "head"]),
+    "times first": (Timed, lambda model, x: model(x[:, 0], x), ROWS, ["trunk", "head"]),
+    "attention": (Translation, turned, TOKENS, ["head", "body.encoder.layers.0.linear1"]),
+    "a layer that is not exposed": (Unexposed, turned, TOKENS, None),
+    "images": (Detector, lambda model, x: model(list(x))["loss"], noise(6, 3, 8, 8), None),
+}
+
+
+def loss_of(outputs: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(outputs.flatten(0, -2), y.flatten()) if outputs.ndim else outputs
+
+
+def assert_captures(script: str, sizes: int = N, wrapped: Any = lambda model: model, **keywords: Any) -> None:
+    """The factors of a script that runs micro-batches are those of single examples."""
+    build, function, x, layers = SCRIPTS[script]
+    whole, model = Run(seeded_build(build), function), seeded_build(build)
+    shape = whole(x).shape[:-1]
+    y = labels(shape.numel(), CLASSES).view(shape) if shape else x  # losses need no targets
+    names = covered_names(whole) if layers is None else [f"model.{name}" for name in layers]
+    expected = expected_factors(whole, x, y, loss_of, names, keywords.get("approx", "expand"))
+    opt, root = plain_kfac(model, **keywords), wrapped(model)
+    with silent():
+        for some_x, some_y in zip(x.split(sizes), y.split(sizes), strict=True):
+            (loss_of(function(root, some_x), some_y) * len(some_x) / len(x)).backward()
+        opt.step()
+    found = {name: held_factors(opt, model, name.removeprefix("model.")) for name in names}
+    assert_factors(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*follow the fallback", "ignore:.*expose")
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_factors_are_those_of_single_examples(script: str) -> None:
+    assert_captures(script)
+
+
+@pairs(
+    script=["parts", "flattened in a part", "two calls", "a cell over time"], approx=["expand", "reduce"], size=[N, 4]
+)
+def test_micro_batches(script: str, approx: str, size: int) -> None:
+    assert_captures(script, size, approx=approx)
+
+
+def test_a_time_before_the_examples_of_a_compiled_model() -> None:
+    torch.compiler.reset()
+    assert_captures("one time first", wrapped=partial(torch.compile, backend="aot_eager"))
+    torch.compiler.reset()
+
+
+def dense(build: Any, run: Callable[[Any, Any], Tensor], cls: Any = KFAC, **keywords: Any) -> dict[str, Tensor]:
+    """The curvature of every block after a step for a loss."""
+    often = {"update_steps": 1, "rank_fraction": 1.0} if cls is HyLo else {"factor_update_steps": 1}
+    model = seeded_build(build)
+    opt = built(cls, model, lr=0.0, damping=0.1, **often, **keywords)
+    run(model, opt).backward()
+    opt.step()
+    return {name: opt.dense_curvature(name) for name in opt.blocks}
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for (name, curvature), other in zip(found.items(), expected.values(), strict=True):
+        torch.testing.assert_close(curvature, other, rtol=1e-9, atol=1e-14, msg=name)
+
+
+@pairs(
+    lambda cls, fisher, sizes, **_: fisher == "empirical" or (cls is KFAC and sizes != (N, 10)),
+    script=["parts", "flattened in a part"],
+    sizes=[(N,), (N, N), (N, 10)],
+    cls=[KFAC, EKFAC, HyLo],
+    fisher=["empirical", "exact"],
+)
+def test_several_batches_of_parts_before_one_backward(
+    script: str, sizes: tuple[int, ...], cls: Any, fisher: str
+) -> None:
+    """They count as batches of the forward; one of them may be shorter."""
+    batches = [noise(n, T, WIDTH, seed=n + i) for i, n in enumerate(sizes)]
+
+    def run(model: Any, opt: Any, forward: Any) -> Tensor:
+        outputs = torch.cat([forward(model, x) for x in batches])
+        opt.observe(outputs, "categorical")
+        return F.cross_entropy(outputs, labels(len(outputs), CLASSES))
+
+    found, expected = (
+        dense(SCRIPTS[script][0], partial(run, forward=forward), cls, fisher=fisher)
+        for forward in (by_parts, lambda model, x: model(x))
+    )
+    assert_equal(found, expected)
 
 
 def test_a_part_that_is_not_trained_does_not_count() -> None:
@@ -150,39 +301,10 @@ def test_a_part_that_is_not_trained_does_not_count() -> None:
     assert_factors(all_factors(opt, model.discriminator), expected_factors(plain, x, y, F.cross_entropy))
 
 
-@pytest.mark.parametrize("order", ["part first", "model first"])
-def test_a_part_and_the_whole_model_see_one_batch(order: str) -> None:
-    """With a projector after the model, or a preview before it, the examples of the batch count once."""
-
-    class Projected(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.trunk, self.projector = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.tanh(self.trunk(x))
-
-    x, y = noise(N, WIDTH), labels(N, CLASSES)
-    model = seeded_build(Projected)
-    whole = nn.Sequential(copy.deepcopy(model.trunk), nn.Tanh(), copy.deepcopy(model.projector))
-    expected = expected_factors(whole, x, y, F.cross_entropy)
-    opt = plain_kfac(model)
-    if order == "model first":
-        output = model.projector(model(x))
-    else:
-        output = model.projector(torch.tanh(model.trunk(x))) + 0.0 * model(x)[:, :1].detach()
-    F.cross_entropy(output, y).backward()
-    opt.step()
-    found = all_factors(opt, model)
-    assert_factors({"2": found["projector"]}, {"2": expected["2"]})
-    if order == "model first":  # otherwise the trunk was called twice
-        assert_factors({"0": found["trunk"]}, {"0": expected["0"]})
-
-
 @pytest.mark.parametrize("frozen", [False, True], ids=["forward given up", "layers frozen"])
 def test_earlier_forwards_do_not_count(frozen: bool) -> None:
     """One was given up, or one of a part came before layers were frozen, which renews the hooks."""
-    x, y = data()
+    x, y = SEQUENCES, labels(N, CLASSES)
     model = seeded_build(Coder)
     opt = plain_kfac(model)
     if frozen:
@@ -212,17 +334,6 @@ def test_numbers_of_rows_that_are_not_multiples_warn_once() -> None:
 
 
 # ------------------------------------------------------------------ which input counts
-class Timed(nn.Module):
-    """``model(t, x)``, with one time for all examples or one for each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.time, self.trunk, self.head = nn.Linear(1, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, t: Tensor, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.trunk(x) + self.time(t.reshape(-1, 1))))
-
-
 class Graph(nn.Module):
     """``model(edge_index, x, graph)``: nodes that pass messages, and one output per node or per graph."""
 
@@ -257,17 +368,6 @@ def captured_factor(model: Any, layer: str, y: Tensor, *args: Any, forward: Any 
     F.cross_entropy(forward(*args), y).backward()
     opt.step()
     return opt.state[model.get_submodule(layer).weight]["factor_g"]
-
-
-@pytest.mark.parametrize(("times", "compiled"), [(1, False), (1, True), (N, False)])
-def test_a_time_may_come_before_the_examples(times: int, compiled: bool) -> None:
-    t, x, y = noise(times), noise(N, WIDTH), labels(N, CLASSES)
-    plain, model = seeded_build(Timed), seeded_build(Timed)
-    B = factor_of(plain, plain.trunk, lambda: F.cross_entropy(plain(t, x), y, reduction="sum")) / N
-    forward = torch.compile(model, backend="aot_eager") if compiled else None
-    found = captured_factor(model, "trunk", y, t, x, forward=forward)
-    torch.testing.assert_close(found, B, rtol=1e-9, atol=1e-14)
-    torch.compiler.reset()
 
 
 @pairs(nodes=[38, 235], pooled=[True, False], edges_first=[True, False])
@@ -317,154 +417,33 @@ def test_batch_input_decides_the_number_of_examples() -> None:
             torch.testing.assert_close(found.trace(), B.trace() * n / 4, rtol=1e-9, atol=0)
 
 
-class Recurrent(nn.Module):
-    """Takes tokens ``[T, N]``, as recurrent and attention layers do by default."""
-
-    def __init__(self, body: type[nn.LSTM] = secondorder.nn.LSTM) -> None:
-        super().__init__()
-        self.table, self.body, self.head = nn.Embedding(9, 6), body(6, 5), nn.Linear(5, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(self.table(x))[0]).flatten(0, 1)
-
-
-class Unexposed(Recurrent):
-    """Has a recurrent layer that follows the fallback rule."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.LSTM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(self.table(x))[0])
-
-
-class Turning(Unexposed):
-    """Takes tokens ``[N, T]`` and turns them for its recurrent layer."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(self.table(x).transpose(0, 1))[0].transpose(0, 1))
-
-
-class Translation(nn.Module):
-    """An encoder and a decoder on ``[T, N]`` and ``[T - 2, N]``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.head = nn.Embedding(9, 8), nn.Linear(8, CLASSES)
-        self.body = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(self.table(x), self.table(x[:-2])))
-
-
-class Detector(nn.Module):
-    """Takes a list of images ``[3, H, W]`` and returns losses, as detectors of torchvision do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4, CLASSES)
-
-    def forward(self, images: list[Tensor], y: Tensor | None = None) -> dict[str, Tensor]:
-        logits = self.head(self.body(torch.stack(images)).flatten(2).mT).flatten(0, 1)
-        return {"loss": F.cross_entropy(logits, labels(len(logits), CLASSES) if y is None else y.flatten())}
-
-
-class Regions(Detector):
-    """Has a head that takes the regions of all images as rows."""
-
-    def forward(self, images: list[Tensor], y: Tensor | None = None) -> dict[str, Tensor]:
-        logits = self.head(self.body(torch.stack(images)).flatten(2).mT.flatten(0, 1))
-        return {"loss": F.cross_entropy(logits, labels(len(logits), CLASSES))}
-
-
 KINDS: dict[str, type[nn.Module]] = {
     "recurrent": Recurrent, "unexposed": Unexposed, "turning": Turning, "attention": Translation, "images": Detector,
     "regions of images": Regions,
 }  # fmt: skip
 
 
-def tokens(x: Tensor, model: nn.Module) -> Tensor:
-    logits = model(x).flatten(0, -2)
-    return F.cross_entropy(logits, labels(len(logits), CLASSES))
-
-
-@pairs(
-    case=[*KINDS], count=[2, 3, 4, 6, 20], cls=[KFAC, EKFAC, HyLo],
-)  # fmt: skip
+@pairs(case=[*KINDS], count=[2, 3, 20], cls=[KFAC, EKFAC, HyLo])
 def test_layers_contradict_the_size_of_the_first_input(
     case: str, count: int, cls: Any, recwarn: pytest.WarningsRecorder
 ) -> None:
     """The first axis counts time steps or the channels of an image, and the user need not say so."""
     x: Any = torch.randint(9, (7, count), generator=torch.Generator().manual_seed(0))
-    explicit = BatchOptions(dim=1)
+    explicit: dict[str, Any] = {"batch_dim": 1}
     if case == "turning":
-        x, explicit = x.T, BatchOptions(input="x")
+        x, explicit = x.T, {"batch_input": "x"}
     if "images" in case:
-        x, explicit = list(noise(count, 3, 8, 8)), BatchOptions(input=lambda images: len(images))
-    found = []
-    for options in (BatchOptions(), explicit):
-        model = seeded_build(KINDS[case])
-        often = {"update_steps": 1, "rank_fraction": 1.0} if cls is HyLo else {"factor_update_steps": 1}
-        opt = cls(model, lr=0.0, damping=0.1, batch=options, **often)
-        loss = model(x)["loss"] if "images" in case else tokens(x, model)
-        loss.backward()
-        opt.step()
-        found.append({name: opt.dense_curvature(name) for name in opt.blocks})
-    for name, dense in found[1].items():
-        torch.testing.assert_close(found[0][name], dense, rtol=1e-10, atol=1e-14, msg=name)
+        x, explicit = list(noise(count, 3, 8, 8)), {"batch_input": len}
+
+    def run(model: Any, opt: Any) -> Tensor:
+        outputs = model(x)
+        if "images" in case:
+            return outputs["loss"]
+        return F.cross_entropy(outputs.flatten(0, -2), labels(outputs.shape[:-1].numel(), CLASSES))
+
+    found, expected = (dense(KINDS[case], run, cls, **options) for options in ({}, explicit))
+    assert_equal(found, expected)
     assert not [w for w in recwarn if "examples" in str(w.message)]
-
-
-class Samples(nn.Module):
-    """A layer that encodes, and a part that decodes several samples for each example."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.decoder = nn.Linear(4, 3), nn.Sequential(nn.Linear(3, CLASSES))
-
-    def encode(self, x: Tensor) -> Tensor:
-        return self.encoder(x).expand(5, -1, -1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.decoder(self.encode(x))
-
-
-def test_a_layer_that_a_script_calls_first_has_the_examples(recwarn: pytest.WarningsRecorder) -> None:
-    found = []
-    for run in (lambda model, x: model(x), lambda model, x: model.decoder(model.encode(x))):
-        model = seeded_build(Samples)
-        opt = plain_kfac(model)
-        run(model, noise(9, 4)).square().mean().backward()
-        opt.step()
-        found.append(all_factors(opt, model))
-    assert_factors(*found)
-    assert not recwarn
-
-
-class Scan(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = Cell()
-
-    def forward(self, xs: Tensor) -> Tensor:
-        return scanned(self.cell, xs)
-
-
-@pytest.mark.parametrize("cls", [KFAC, EKFAC, HyLo])
-def test_a_loop_over_time_in_the_script_counts_as_one_in_the_forward(cls: Any) -> None:
-    """Each call takes the state of the one before, so it sees the same examples again."""
-    found = []
-    often = {"update_steps": 1, "rank_fraction": 1.0} if cls is HyLo else {"factor_update_steps": 1}
-    for inside in (True, False):
-        model = seeded_build(Scan)
-        root = model if inside else model.cell
-        opt = cls(root, lr=0.0, damping=0.1, batch=BatchOptions(dim=int(inside)), **often)
-        for seed in range(2):  # batches of one step are different examples
-            outputs = model(noise(4, 5, 4, seed=seed)) if inside else scanned(root, noise(4, 5, 4, seed=seed))
-            outputs.square().mean().backward()
-        opt.step()
-        found.append([opt.dense_curvature(name) for name in opt.blocks])
-    torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-14)
 
 
 class Passing(nn.Module):
@@ -489,43 +468,19 @@ class WithContext(nn.Module):
         return self.layer(x) + self.context(context)[0].mean(1)
 
 
-def with_real_rows(model: nn.Module) -> Tensor:
+def with_real_rows(model: nn.Module, opt: KFAC) -> Tensor:
     _, fake = model(noise(8, 4))
     return model(torch.cat([fake, noise(8, 4, seed=1)]))[1]
 
 
-def of_one_backbone(model: nn.Module) -> Tensor:
+def of_one_backbone(model: nn.Module, opt: KFAC) -> Tensor:
     features = noise(8, 4).requires_grad_() * 2
     return model(features)[1] + model(3 * features)[1]
 
 
-def places_first(model: nn.Module) -> Tensor:
+def places_first(model: nn.Module, opt: KFAC) -> Tensor:
     places = model.places(torch.arange(6))
     return model.encoder(model.words(torch.arange(48).view(8, 6) % 9) + places)
-
-
-@pytest.mark.parametrize(
-    ("kind", "run", "examples"),
-    [
-        (Passing, with_real_rows, 24),
-        (Passing, of_one_backbone, 16),
-        (WithContext, lambda model: model(noise(7, 4), noise(1, 7, 4)), 7),
-        (
-            lambda: nn.ModuleDict(
-                {"places": nn.Embedding(6, 4), "words": nn.Embedding(9, 4), "encoder": nn.Sequential(nn.Linear(4, 3))}
-            ),
-            places_first,
-            8,
-        ),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:.*follow the fallback")
-def test_calls_that_only_look_like_others(kind: Any, run: Any, examples: int) -> None:
-    """Batches that depend on an earlier one are no rollout, and neither a context nor positions are the examples."""
-    model = seeded_build(kind)
-    opt = plain_kfac(model)
-    run(model).square().mean().backward()
-    assert opt.capture.take().total == examples
 
 
 class Differentiated(WithContext):
@@ -536,91 +491,38 @@ class Differentiated(WithContext):
         return self.layer(x) + tangent.mean(1)
 
 
-@pytest.mark.filterwarnings("ignore:.*follow the fallback")
-def test_a_recurrent_layer_in_a_transform_is_no_evidence() -> None:
-    model = seeded_build(Differentiated)
-    opt = plain_kfac(model)
-    model(noise(7, 4), noise(1, 5, 4)).square().mean().backward()
-    assert opt.capture.take().total == 7
-
-
-class ExamplesFirst(nn.Module):
-    """Passes a batch ``[N, ...]`` to a model in the form that it takes, so that the oracle can take single examples."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor) -> Tensor:
-        if isinstance(self.model, Detector):
-            return self.model.head(self.model.body(x).flatten(2).mT)
-        return self.model(x.mT).transpose(0, 1)
-
-
-@pytest.mark.parametrize("kind", [Translation, Unexposed, Detector])
-def test_factors_of_these_models_are_those_of_single_examples(kind: Any) -> None:
-    model = seeded_build(kind)
-    x = noise(6, 3, 8, 8) if kind is Detector else torch.randint(9, (4, 7))
-    y = labels(len(x) * 36, CLASSES).view(len(x), 36)
-
-    def loss(logits: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, 1), y[:, : logits.shape[1]].flatten())
-
-    layers = ["head", *{Translation: ["body.encoder.layers.0.linear1"], Unexposed: [], Detector: ["body"]}[kind]]
-    whole = ExamplesFirst(model)
-    expected = expected_factors(whole, x, y, loss, [f"model.{name}" for name in layers])
-    opt = plain_kfac(model)
-    if kind is Detector:
-        model(list(x), y)["loss"].backward()
-    else:
-        loss(model(x.mT).transpose(0, 1), y).backward()
-    opt.step()
-    held = {f"model.{name}": held_factors(opt, model, name) for name in layers}
-    assert_factors(held, expected)
-
-
-@pytest.mark.parametrize(
-    ("kind", "function"),
-    [
-        (Cell, lambda cell, x: scanned(cell, x.transpose(0, 1)).transpose(0, 1)),
-        (Masked, lambda model, x: model(noise(6, 6, seed=3), x)),
-    ],
-)
-def test_factors_of_these_scripts_are_those_of_single_examples(kind: Any, function: Any) -> None:
-    """Each script calls the model itself, in a loop over time or with a mask first."""
-    model, x, y = seeded_build(kind), noise(5, 6, 4), labels(30, CLASSES).view(5, 6)
-
-    def loss(logits: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, 1), y.flatten())
-
-    expected = expected_factors(Run(model, function), x, y, loss, ["model.inner", "model.outer"])
-    opt = plain_kfac(model)
-    loss(function(model, x), y).backward()
-    opt.step()
-    assert_factors({f"model.{name}": held_factors(opt, model, name) for name in ("inner", "outer")}, expected)
-
-
-def test_calls_with_their_own_masks_are_no_rollout() -> None:
-    model = seeded_build(Cell)
-    opt, state, outputs = plain_kfac(model), torch.zeros(5, 3, dtype=torch.float64), []
+def with_masks_of_their_own(model: nn.Module, opt: KFAC) -> Tensor:
+    state, outputs = torch.zeros(5, 3, dtype=torch.float64), []
     for x, keep in zip(noise(2, 5, 4), (torch.ones(5, 1), torch.tensor([1.0, 1, 0, 0, 0])[:, None]), strict=True):
         with opt.mask(keep.bool()):
             output, state = model(x, state)
         outputs.append(output)
-    torch.stack(outputs).square().mean().backward()
-    assert opt.capture.take().total == 10
+    return torch.stack(outputs)
 
 
-def test_examples_one_after_the_other_are_no_reason_for_doubt(recwarn: pytest.WarningsRecorder) -> None:
-    found = []
-    for calls in ([*noise(12, 4)], [noise(12, 4)]):
-        model = mlp()
-        opt = plain_kfac(model)
-        (sum(model(x).square().sum() for x in calls) / 12).backward()
-        opt.step()
-        found.append(all_factors(opt, model))
-    assert_factors(*found)
-    assert not recwarn
+def gpt() -> nn.ModuleDict:
+    body = nn.Sequential(nn.Linear(4, 3))
+    return nn.ModuleDict({"places": nn.Embedding(6, 4), "words": nn.Embedding(9, 4), "encoder": body})
+
+
+@pytest.mark.parametrize(
+    ("kind", "run", "examples"),
+    [
+        (Passing, with_real_rows, 24),
+        (Passing, of_one_backbone, 16),
+        (WithContext, lambda model, opt: model(noise(7, 4), noise(1, 7, 4)), 7),
+        (Differentiated, lambda model, opt: model(noise(7, 4), noise(1, 5, 4)), 7),
+        (Cell, with_masks_of_their_own, 10),
+        (gpt, places_first, 8),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*follow the fallback")
+def test_calls_that_only_look_like_others(kind: Any, run: Any, examples: int) -> None:
+    """Batches that depend on an earlier one are no rollout, and neither a context nor positions are the examples."""
+    model = seeded_build(kind)
+    opt = plain_kfac(model)
+    run(model, opt).square().mean().backward()
+    assert opt.capture.take().total == examples
 
 
 def test_a_rule_survives_copies() -> None:

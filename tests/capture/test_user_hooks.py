@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from secondorder import EKFAC, KFAC, HyLo
+from secondorder import KFAC
 from tests.support.grid import pairs
 from tests.support.kfac import assert_close, assert_factors, labels, noise, plain_kfac
 from tests.support.models import seeded_build
@@ -130,27 +130,6 @@ def test_a_layer_that_is_the_model_itself():
     opt.step()
     state = opt.state[model.weight]
     assert_factors({"": (state["factor_a"], state["factor_g"])}, {"": expected})
-
-
-@pytest.mark.parametrize(
-    ("build", "fisher"), [(EKFAC, "empirical"), (HyLo, "empirical"), (KFAC, "exact")], ids=["EKFAC", "HyLo", "observed"]
-)
-def test_the_curvature_of_other_methods_and_of_observed_outputs(build, fisher):
-    """A hook has the same effect as a module in its place."""
-    x, y = data("rows")
-    found = []
-    for hooked in (True, False):
-        model = plain() if hooked else with_module()
-        if hooked:
-            model[0].register_forward_hook(times_three)
-        opt = build(model, lr=0.1, damping=0.01, fisher=fisher)
-        before = model[0].weight.detach().clone()
-        outputs = model(x)
-        opt.observe(outputs, "categorical")
-        F.cross_entropy(outputs, y).backward()
-        opt.step()
-        found.append(before - model[0].weight.detach())
-    assert_close(*found)
 
 
 def test_hooks_under_compilation():

