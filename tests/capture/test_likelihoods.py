@@ -6,6 +6,7 @@ moment of random vectors must be within five standard errors of it.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -38,8 +39,8 @@ def classes(*shape: int, count: int = 4, ignored: bool = False) -> Callable[[int
     return draw
 
 
-def over_pixels(outputs: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(outputs, targets, reduction="sum")
+def over_pixels(outputs: Tensor, targets: Tensor, **options: int) -> Tensor:
+    return F.cross_entropy(outputs, targets, reduction="sum", **options)
 
 
 def logistic(reduction: str) -> Loss:
@@ -64,7 +65,8 @@ CASES = {
     "tokens": Case(Categorical(), over_tokens, (3, 4), classes(3)),
     "ignored tokens": Case(Categorical(), over_tokens, (3, 4), classes(3, ignored=True)),
     "pixels": Case(Categorical(class_dim=1), over_pixels, (4, 2, 3), classes(2, 3)),
-    "ignored pixels": Case(Categorical(class_dim=1), over_pixels, (4, 2, 3), classes(2, 3, ignored=True)),
+    "ignored pixels": Case(Categorical(class_dim=-3), over_pixels, (4, 2, 3), classes(2, 3, ignored=True)),
+    "another ignored class": Case(Categorical(ignore_index=2), partial(over_pixels, ignore_index=2), (4,), classes()),
     "bits": Case(Bernoulli(), logistic("sum"), (3,), bits(3)),
     "mean of bits": Case(Bernoulli(mean=True), logistic("mean"), (2, 3), bits(2, 3)),
     "one bit": Case(Bernoulli(), logistic("sum"), (), bits()),
@@ -230,44 +232,27 @@ def test_terms_count_what_a_mean_runs_over() -> None:
     assert counted.item() == Categorical(class_dim=1).terms(outputs.mT, targets).item() == 3
     assert Categorical(ignore_index=2).terms(outputs, targets).item() == 5
     assert Categorical(ignore_index=None).terms(outputs, targets.clamp(min=0)) == 6
-
-
-def test_ignored_terms_have_no_curvature_and_do_not_move_the_others() -> None:
-    """Probabilities as targets ignore nothing."""
-    outputs, targets = torch.randn(4, 3, 5), torch.randint(5, (4, 3))
-    targets[1, 2] = targets[3, 0] = 7
-    likelihood, kept = Categorical(ignore_index=7), targets != 7
-    product = likelihood.hessian_product(outputs, targets, torch.randn_like(outputs))
-    assert torch.equal(product.any(-1), kept)
-    for kind in ("sample", "rademacher"):
-        draw = getattr(likelihood, kind)
-        full, some = draw(outputs, None, generator()), draw(outputs, targets, generator())
-        assert torch.equal(some.any(-1), kept)
-        assert torch.equal(full[kept], some[kept])
-        assert torch.equal(draw(outputs, outputs.softmax(-1), generator()), full)
-    assert likelihood.terms(outputs, outputs.softmax(-1)) == 12
+    assert Categorical().terms(outputs, outputs.softmax(-1)) == 6  # probabilities ignore nothing
 
 
 # ---------------------------------------------------------------- layouts and precisions
-def test_layouts_of_the_classes_agree() -> None:
-    """Their draws agree, too."""
-    last = torch.randn(2, 3, 5, 4, dtype=torch.float64)  # [N, H, W, C]
-    targets = torch.randint(4, (2, 3, 5))
-    targets[0, 1, 2] = -100
-    expected = Categorical().sample(last, targets, generator()).movedim(-1, 1)
-    for dim in (1, -3):
-        found = Categorical(class_dim=dim).sample(last.movedim(-1, 1), targets, generator())
-        torch.testing.assert_close(found, expected)
-
-
 LIKELIHOODS = [Categorical(), Bernoulli(), Bernoulli(mean=True), Gaussian(), Gaussian(variance=2.0, mean=True)]
 likelihoods = pytest.mark.parametrize("likelihood", LIKELIHOODS, ids=repr)
 
 
-def everything(likelihood: Likelihood, outputs: Tensor, tangent: Tensor, random: bool = True) -> list[Tensor]:
+def everything(
+    likelihood: Likelihood,
+    outputs: Tensor,
+    tangent: Tensor,
+    targets: Tensor | None = None,
+    source: torch.Generator | None = None,
+    random: bool = True,
+) -> list[Tensor]:
+    likelihood.terms(outputs, targets)
+    last = likelihood.columns(outputs) - 1
     drawn = [likelihood.sample, likelihood.rademacher] if random else []
-    exact = [likelihood.column(outputs, None, 3), likelihood.hessian_product(outputs, None, tangent)]
-    return [*exact, *(draw(outputs, None, generator()) for draw in drawn)]
+    exact = [likelihood.column(outputs, targets, last), likelihood.hessian_product(outputs, targets, tangent)]
+    return [*exact, *(draw(outputs, targets, source or generator()) for draw in drawn)]
 
 
 @likelihoods
@@ -335,28 +320,24 @@ def test_values_out_of_range_are_refused() -> None:
 
 
 def test_outputs_and_targets_that_do_not_fit_are_refused() -> None:
-    alone = torch.tensor(1.0)
-    without_a_batch: list[tuple[Likelihood, Tensor, str]] = [
-        *((Categorical(class_dim=d), torch.randn(4), r"batch, got outputs of shape \(4,\)") for d in (-1, 1, 0)),
-        *((likelihood, alone, "batch") for likelihood in (Bernoulli(), Gaussian())),
+    scalar, batched = torch.tensor(1.0), torch.randn(2, 3, 4)
+    targets = [torch.zeros(shape, dtype=torch.int64) for shape in ((6,), (3, 2), (2, 3, 1))]
+    refused: list[tuple[Likelihood, Tensor, Tensor | None, type[Exception], str]] = [
+        *((Categorical(class_dim=d), torch.randn(4), None, ValueError, r"batch, got outputs of") for d in (-1, 1, 0)),
+        *((likelihood, scalar, None, ValueError, "batch") for likelihood in (Bernoulli(), Gaussian())),
+        *((Categorical(), batched, y, ValueError, "do not fit outputs") for y in targets),
+        *((likelihood, batched.long(), None, TypeError, "floating") for likelihood in LIKELIHOODS),
+        *((likelihood, batched.cfloat(), None, TypeError, "floating") for likelihood in LIKELIHOODS),
     ]
-    for likelihood, outputs, text in without_a_batch:
-        for call in (likelihood.terms, likelihood.columns, lambda f, x=likelihood: x.sample(f, None, generator())):
-            with pytest.raises(ValueError, match=text):
-                call(outputs)
-    outputs = torch.randn(2, 3, 4)
-    for shape in ((6,), (3, 2), (2, 3, 1)):
-        targets = torch.zeros(shape, dtype=torch.int64)
-        for call in (
-            lambda y: Categorical().sample(outputs, y, generator()),
-            lambda y: Categorical().terms(outputs, y),
-        ):
-            with pytest.raises(ValueError, match="do not fit outputs"):
-                call(targets)
-    for likelihood in LIKELIHOODS:
-        for dtype in (torch.int64, torch.complex64):
-            with pytest.raises(TypeError, match="floating"):
-                likelihood.sample(torch.ones(2, 3, dtype=dtype), None, generator())
+    for likelihood, outputs, y, error, text in refused:
+        with pytest.raises(error, match=text):
+            likelihood.sample(outputs, y, generator())
+        if error is ValueError:
+            with pytest.raises(error, match=text):
+                likelihood.terms(outputs, y)
+        if y is None and error is ValueError:
+            with pytest.raises(error, match=text):
+                likelihood.columns(outputs)
 
 
 def test_a_custom_likelihood_needs_only_sample() -> None:
@@ -383,20 +364,12 @@ def test_a_custom_likelihood_needs_only_sample() -> None:
 
 
 # ---------------------------------------------------------------- nothing waits for the device
-def use_everything(likelihood: Likelihood, outputs: Tensor, targets: Tensor | None, source: torch.Generator) -> None:
-    likelihood.terms(outputs, targets)
-    likelihood.sample(outputs, targets, source)
-    likelihood.rademacher(outputs, targets, source)
-    likelihood.column(outputs, targets, likelihood.columns(outputs) - 1)
-    likelihood.hessian_product(outputs, targets, outputs)
-
-
 @likelihoods
 def test_no_value_is_read_by_the_host(likelihood: Likelihood) -> None:
     """Fake tensors have no values: reading one raises."""
     with FakeTensorMode():
         targets = torch.zeros(6, dtype=torch.int64) if isinstance(likelihood, Categorical) else None
-        use_everything(likelihood, torch.randn(6, 5), targets, torch.Generator())
+        everything(likelihood, torch.randn(6, 5), torch.randn(6, 5), targets, torch.Generator())
 
 
 @pytest.mark.gpu
@@ -406,10 +379,10 @@ def test_a_device_is_not_waited_for_and_computes_the_same(likelihood: Likelihood
     outputs = torch.randn(6, 5, device="cuda", dtype=dtype)
     targets = torch.tensor([0, 1, 2, -100, 4, 0], device="cuda") if isinstance(likelihood, Categorical) else None
     source = torch.Generator("cuda").manual_seed(0)
-    use_everything(likelihood, outputs, targets, source)
+    everything(likelihood, outputs, outputs, targets, source)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        use_everything(likelihood, outputs, targets, source)
+        everything(likelihood, outputs, outputs, targets, source)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     outputs, tangent = torch.randn(6, 5), torch.randn(6, 5)

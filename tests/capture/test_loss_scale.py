@@ -6,6 +6,7 @@ that of the batch in float32, whichever steps were left out.
 
 import copy
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -13,21 +14,20 @@ import torch.nn.functional as F
 from torch import nn
 
 import secondorder.capture.loss_scale
-from secondorder import EKFAC, KFAC, MFAC, FallbackOptions, HyLo
+from secondorder import EKFAC, KFAC, MFAC, HyLo
 from secondorder.diagnostics import Analysis, read_events
 from tests.support.building import built
 from tests.support.grid import each, pairs
+from tests.support.models import Net
 from tests.support.warned import silent, warned
 
+EVERY = {"lr": 0.0, "damping": 0.1, "factor_update_steps": 1, "inv_update_steps": 1}
 METHODS = {
-    "kfac": lambda model, **k: built(KFAC, model, lr=0.0, damping=0.1, factor_update_steps=1, inv_update_steps=1, **k),
-    "ekfac": lambda model, **k: built(
-        EKFAC, model, lr=0.0, damping=0.1, factor_update_steps=1, inv_update_steps=1, **k
-    ),
-    "hylo": lambda model, **k: built(HyLo, model, lr=0.0, update_steps=1, mode="sngd", **k),
+    "kfac": partial(built, KFAC, **EVERY),
+    "ekfac": partial(built, EKFAC, **EVERY),
+    "hylo": partial(built, HyLo, lr=0.0, update_steps=1, mode="sngd"),
 }
 make_kfac = METHODS["kfac"]
-methods = each(method=METHODS)
 
 
 def make_model():
@@ -69,12 +69,6 @@ def scaled_step(opt, model, scaler, treatment="plain", half=True, factor=1.0, st
         nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
     (step or scaler.step)(opt)
     scaler.update()
-
-
-def assert_nothing_counted(opt):
-    for block in opt.blocks.values():
-        assert opt.state[block.owner].get("factor_updates", 0) == 0
-        assert opt.state[block.owner]["refreshes"] == 0
 
 
 def make_scaler(**keywords):
@@ -161,7 +155,7 @@ def test_statistics_are_those_of_float32_or_left_out(method, run, treatment, by_
     if counted:
         assert_counted(method, opt, counted, 2e-2 if half in steps else 1e-5)
     else:
-        assert_nothing_counted(opt)
+        assert {opt.state[b.owner]["refreshes"] for b in opt.blocks.values()} == {0}
     assert opt.diagnostics()["skipped_statistics"] == 0
 
 
@@ -180,7 +174,7 @@ def test_the_stack_is_not_searched_at_every_step(monkeypatch):
     assert len(looks) == 2
 
 
-def test_the_scaler_is_found_through_wrappers_of_the_step():
+def test_the_scaler_is_found_through_wrappers_of_the_step_and_again_by_a_copy():
     """A scheduler wraps ``step``, and so does a trainer that counts the steps that a scaler skips."""
     model, scaler = make_model(), make_scaler()
     opt = make_kfac(model)
@@ -199,6 +193,14 @@ def test_the_scaler_is_found_through_wrappers_of_the_step():
     assert opt.grad_scaler is scaler
     assert len(taken) == 2
     assert_counted(make_kfac, opt, 1)
+    model, opt = copy.deepcopy((model, make_kfac(model, grad_scaler=scaler)))
+    opt.attach(model)
+    assert opt.grad_scaler is None
+    other = make_scaler()
+    for _ in range(2):
+        scaled_step(opt, model, other)
+    assert opt.grad_scaler is other
+    assert_counted(make_kfac, opt, 1)
 
 
 def test_a_disabled_scaler_that_steps_costs_no_statistics():
@@ -211,24 +213,18 @@ def test_a_disabled_scaler_that_steps_costs_no_statistics():
     assert_counted(make_kfac, opt, 1)
 
 
-class Mixed(nn.Module):
+def mixed(net, x):
     """A layer in float16 under autocast, and one that stays in float32."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.narrow, self.single = nn.Linear(5, 6), nn.Linear(6, 3)
-
-    def forward(self, x):
-        with torch.autocast("cpu", dtype=torch.float16):
-            half = self.narrow(x)
-        return self.single(half.float())
+    with torch.autocast("cpu", dtype=torch.float16):
+        half = net.narrow(x)
+    return net.single(half.float())
 
 
-@methods
+@each(method=METHODS)
 def test_float16_gradients_with_no_scaler_to_be_found_warn_once_and_leave_all_layers_out(method):
     """The loop scales by itself, so the float32 layer has the same unknown scale as the float16 one."""
-    model = Mixed()
+    torch.manual_seed(0)
+    model = Net(mixed, narrow=nn.Linear(5, 6), single=nn.Linear(6, 3))
     opt = method(model)
     x, y = batch()
     with warned() as caught:
@@ -242,7 +238,7 @@ def test_float16_gradients_with_no_scaler_to_be_found_warn_once_and_leave_all_la
     assert "narrow, single: the gradients of this batch are float16" in message
     for remedy in ("scaler.step(optimizer)", "optimizer.grad_scaler", "GradScaler(enabled=False)"):
         assert remedy in message
-    assert_nothing_counted(opt)
+    assert all(opt.state[b.owner]["refreshes"] == 0 for b in opt.blocks.values())
     assert "float16" in opt.describe()
     opt.grad_scaler = make_scaler(enabled=False)
     opt.zero_grad()
@@ -250,21 +246,6 @@ def test_float16_gradients_with_no_scaler_to_be_found_warn_once_and_leave_all_la
     opt.step()
     assert "float16" not in opt.describe()
     assert all(opt.state[b.owner]["refreshes"] == 1 for b in opt.blocks.values())
-
-
-@pytest.mark.parametrize("fallback", ["sgd", "adamw"])
-def test_float16_gradients_of_unknown_scale_follow_the_fallback(fallback):
-    model, other = make_model(), make_model()
-    opt = KFAC(model, lr=0.01, momentum=0.0, kl_clip=None, fallback=FallbackOptions(fallback, lr=0.01))
-    rules = {"sgd": torch.optim.SGD, "adamw": lambda p, lr: torch.optim.AdamW(p, lr=lr, weight_decay=0.0)}
-    runs = [(model, opt), (other, rules[fallback](other.parameters(), lr=0.01))]
-    with warned() as caught:
-        for _ in range(3):
-            for net, optimizer in runs:
-                scaled_step(optimizer, net, make_scaler(enabled=False), step=lambda o: o.step())
-    (message,) = caught
-    assert "nothing was captured" in message
-    torch.testing.assert_close([*model.parameters()], [*other.parameters()], rtol=1e-5, atol=1e-7)
 
 
 def test_window_methods_need_no_scaler():
@@ -277,20 +258,6 @@ def test_window_methods_need_no_scaler():
             scaled_step(opt, model, scaler, half=False)
         found.append(list(model.parameters()))
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
-
-
-def test_a_copy_looks_for_the_scaler_again():
-    model, scaler = make_model(), make_scaler()
-    opt = make_kfac(model)
-    scaled_step(opt, model, scaler)
-    model_copy, opt_copy = copy.deepcopy((model, opt))
-    opt_copy.attach(model_copy)
-    assert opt_copy.grad_scaler is None
-    other = make_scaler()
-    for _ in range(2):
-        scaled_step(opt_copy, model_copy, other)
-    assert opt_copy.grad_scaler is other
-    assert_counted(make_kfac, opt_copy, 1)
 
 
 def test_an_observer_never_sees_rows_that_carry_the_scale(tmp_path):

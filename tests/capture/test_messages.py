@@ -7,6 +7,7 @@ from torch import Tensor, nn
 import secondorder
 from secondorder import EKFAC, KFAC, HyLo
 from tests.support.building import built
+from tests.support.models import Net
 from tests.support.warned import messages_of
 
 METHODS = pytest.mark.parametrize("method", [KFAC, EKFAC, HyLo])
@@ -53,19 +54,11 @@ def test_a_second_step_after_one_backward_pass_is_reported_as_such(method):
     assert opt.describe().count("block '0' (Linear)") == opt.describe().count("block '2' (Linear)") == 2
 
 
-class Aside(nn.Module):
-    """Has a second layer, which is not called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.idle = nn.Linear(4, 2), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.used(x) + 0 * sum(p.sum() for p in self.idle.parameters())
-
-
 def test_a_layer_that_was_not_called_is_not_attributed_to_eval_mode():
-    model = Aside()
+    idle = nn.Linear(4, 2)
+    model = Net(
+        lambda net, x: net.used(x) + 0 * sum(p.sum() for p in idle.parameters()), used=nn.Linear(4, 2), idle=idle
+    )
     opt = KFAC(model, lr=0.01, factor_update_steps=1)
     (text,) = messages_of(lambda: [step(model, opt, torch.randn(8, 4)) for _ in range(3)])
     assert text.startswith(
@@ -75,31 +68,23 @@ def test_a_layer_that_was_not_called_is_not_attributed_to_eval_mode():
     assert "the model was in eval mode" not in text
 
 
-class Mixture(nn.Module):
+def mixture(net: Net, x: Tensor) -> Tensor:
     """Each token goes to one of many experts, so most see a few rows that are not whole examples."""
-
-    def __init__(self, experts: int = 24) -> None:
-        super().__init__()
-        self.gate, self.head = nn.Linear(8, experts), nn.Linear(8, 3)
-        self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(experts)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.flatten(0, 1)
-        weight, chosen = self.gate(rows).softmax(-1).max(-1)
-        out = torch.zeros_like(rows)
-        for number, expert in enumerate(self.experts):
-            own = (chosen == number).nonzero()[:, 0]
-            if len(own):
-                out = out.index_add(0, own, expert(rows[own]) * weight[own, None])
-        return self.head((rows + out).view_as(x).mean(1))
+    rows = x.flatten(0, 1)
+    weight, chosen = net.gate(rows).softmax(-1).max(-1)
+    out = torch.zeros_like(rows)
+    for number, expert in enumerate(net.experts):
+        own = (chosen == number).nonzero()[:, 0]
+        if len(own):
+            out = out.index_add(0, own, expert(rows[own]) * weight[own, None])
+    return net.head((rows + out).view_as(x).mean(1))
 
 
 @pytest.mark.parametrize("method", [EKFAC, HyLo])
 def test_many_experts_are_reported_in_one_line(method):
     torch.manual_seed(0)
-    model = Mixture()
+    experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(24))
+    model = Net(mixture, gate=nn.Linear(8, 24), head=nn.Linear(8, 3), experts=experts)
     opt = built(method, model, lr=0.01, **OFTEN[method])
     (text,) = messages_of(lambda: [step(model, opt, torch.randn(4, 5, 8)) for _ in range(6)])
     assert len(text) < 420
@@ -107,48 +92,21 @@ def test_many_experts_are_reported_in_one_line(method):
     assert "fallback: its values of shape (" in opt.describe() or method is EKFAC  # which has old estimates by then
 
 
-class Sequences(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.body, self.head = nn.Embedding(9, 6), secondorder.nn.LSTM(6, 5), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(self.table(x))[0])
+def sequences() -> Net:
+    body = secondorder.nn.LSTM(6, 5)
+    return Net(
+        lambda net, x: net.head(net.body(net.table(x))[0]), table=nn.Embedding(9, 6), body=body, head=nn.Linear(5, 3)
+    )
 
 
 @pytest.mark.parametrize("method", [EKFAC, HyLo])
 def test_the_remedy_for_as_many_time_steps_as_examples_is_batch_dim(method):
     x = torch.randint(9, (4, 4))
-    model = Sequences()
+    model = sequences()
     (text,) = messages_of(lambda: step(model, method(model, lr=0.01), x))
     assert "make the optimizer with batch=BatchOptions(dim=1)" in text
-    model = Sequences()
+    model = sequences()
     assert messages_of(lambda: step(model, built(method, model, lr=0.01, batch_dim=1), x)) == []
-
-
-class Positions(nn.Module):
-    """A table of positions as in GPT: it is added to all examples, so its rows are not examples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(9, 6), nn.Embedding(7, 6)
-        self.body, self.head = nn.Linear(6, 6), nn.Linear(6, 9)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = self.tokens(x) + self.positions(torch.arange(x.shape[1]))
-        return self.head(self.body(rows).relu())
-
-
-@pytest.mark.parametrize("method", [EKFAC, HyLo])  # KFAC needs no rows of single examples here
-def test_one_layer_of_several_is_counted_as_one(method):
-    model = Positions()
-    opt = built(method, model, lr=0.01, damping=1e-3, **OFTEN[method])
-    (text,) = messages_of(lambda: [step(model, opt, torch.randint(9, (4, 7))) for _ in range(3)])
-    assert text.startswith(
-        f"{method.__name__}: nothing was captured for 1 of the 4 layers that have a gradient (positions: "
-    )
-    assert ". It keeps its last estimate, or follows the fallback rule until there is one." in text
-    assert text.endswith("If layers are meant to have no curvature, name them in skip_layers.")
 
 
 @METHODS

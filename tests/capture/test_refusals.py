@@ -18,9 +18,8 @@ from tests.support.kfac import (
     layer_state,
     plain_kfac,
     train_step,
-    twin,
 )
-from tests.support.models import mlp, seeded_build, vectors
+from tests.support.models import Net, mlp, seeded_build, vectors
 from tests.support.networks import TwoHeads
 from tests.support.oracles.kfac import expected_factors, solve_exact
 from tests.support.warned import warned
@@ -144,12 +143,6 @@ def inputs_first(model, x, y):
     value.backward(inputs=list(model.parameters()))
 
 
-def assigned(model, x, y):
-    gradients = torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters()))
-    for p, g in zip(model.parameters(), gradients, strict=True):
-        p.grad = g
-
-
 def called_with_its_own(model, x, y):
     output = torch.func.functional_call(model, dict(model.named_parameters()), (x,))
     F.cross_entropy(output, y).backward()
@@ -159,7 +152,7 @@ def for_some_parameters(model, x, y):
     F.cross_entropy(model(x), y).backward(inputs=list(model[2].parameters()))
 
 
-@pytest.mark.parametrize("fill", [inputs_first, assigned, called_with_its_own, for_some_parameters])
+@pytest.mark.parametrize("fill", [inputs_first, called_with_its_own, for_some_parameters])
 def test_other_ways_to_compute_gradients_are_captured(fill):
     """Only layers that have a gradient get statistics."""
     model, (x, y) = mlp(), vectors()
@@ -176,55 +169,17 @@ def test_other_ways_to_compute_gradients_are_captured(fill):
 
 
 # ---------------------------------------------------------------- Layers without statistics
-class LearnedInputs(nn.Module):
-    """A layer sees a parameter instead of the batch: ``vector`` one row, ``image`` one picture, ``table`` six rows."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-        shape = {"vector": (4,), "image": (1, 2, 3, 3), "table": (6, 4)}[kind]
-        self.learned = nn.Parameter(torch.linspace(-1, 1, torch.Size(shape).numel()).reshape(shape))
-        self.odd = nn.Conv2d(2, 4, 2) if kind == "image" else nn.Linear(4, 4)
-        self.first, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
-
-    def forward(self, x):
-        shift = self.odd(self.learned)
-        if self.kind != "vector":
-            shift = shift.mean(0) if self.kind == "table" else shift.mean((0, 2, 3))
-        return self.head(torch.tanh(self.first(x)) + shift)
-
-
-@pytest.mark.parametrize(("kind", "n"), [("vector", 8), ("image", 4)])
-def test_reduce_leaves_out_a_layer_whose_rows_are_not_examples(kind, n):
-    x, y = vectors(n)
-    model = seeded_build(lambda: LearnedInputs(kind))
-    expected = expected_factors(twin(model), x, y, F.cross_entropy, ["first", "head"], approx="reduce")
-    opt = plain_kfac(model, lr=0.1, approx="reduce", factor_decay=0.0)
-    start = twin(model).state_dict()
-    with left_out() as messages:
-        for _ in range(2):
-            model.load_state_dict(start)
-            opt.zero_grad()
-            backward(model, x, y, F.cross_entropy)
-            moved = directions(opt, model)
-            gradient, step = moved["odd"]
-            assert_close(step, 0.1 * gradient)
-            for name, (A, B) in expected.items():
-                assert_close(moved[name][1], 0.1 * solve_exact(B, A, moved[name][0], 1e-2), 1e-8, name)
-    (message,) = messages
-    assert "odd: " in message
-    assert "first: " not in message
-    assert_factors({name: held_factors(opt, model, name) for name in expected}, expected)
-    assert layer_state(opt, model, "odd")["factor_updates"] == 0
-    for name in ("odd", "first"):
-        (row,) = rows_of(opt, f"{name}.weight")
-        assert ("fallback" in row) == (name == "odd")
+def on_a_table(net, x):
+    return net.head(torch.tanh(net.first(x)) + net.odd(net.table).mean(0))
 
 
 @pytest.mark.parametrize("sizes", [(4,), (6, 4, 3)], ids=str)
 def test_one_batch_that_does_not_fit_leaves_the_layer_out_of_its_step_only(sizes):
     """Six learned rows can be split into six examples or three, but not into four."""
-    model = seeded_build(lambda: LearnedInputs("table"))
+    table = nn.Parameter(torch.linspace(-1, 1, 24).view(6, 4))
+    model = seeded_build(
+        lambda: Net(on_a_table, table=table, odd=nn.Linear(4, 4), first=nn.Linear(4, 4), head=nn.Linear(4, 3))
+    )
     opt = plain_kfac(model, lr=0.1, approx="reduce")
     train_step(opt, model, *vectors(6), F.cross_entropy)
     A, B = held_factors(opt, model, "odd")
@@ -242,25 +197,23 @@ def test_one_batch_that_does_not_fit_leaves_the_layer_out_of_its_step_only(sizes
     assert not torch.equal(held_factors(opt, model, "odd")[1], B)
 
 
-class Overwritten(nn.Module):
+def overwriting(inplace):
     """Changes a layer's input after the layer; autocast has kept a copy, so autograd does not object."""
 
-    def __init__(self, inplace: bool) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.ones(4))
-        self.middle, self.head, self.inplace = nn.Linear(4, 4), nn.Linear(4, 3), inplace
+    def forward(net, x):
+        h = x * net.gain
+        y = net.middle(h)
+        return net.head(h.add_(3 * y) if inplace else h + 3 * y)
 
-    def forward(self, x):
-        h = x * self.gain
-        y = self.middle(h)
-        return self.head(h.add_(3 * y) if self.inplace else h + 3 * y)
+    gain = nn.Parameter(torch.ones(4))
+    return seeded_build(lambda: Net(forward, gain=gain, middle=nn.Linear(4, 4), head=nn.Linear(4, 3)))
 
 
 @pytest.mark.parametrize("inplace", [True, False])
 def test_an_input_modified_in_place_after_its_layer_is_not_captured(inplace):
     x, y = vectors()
-    expected = expected_factors(seeded_build(lambda: Overwritten(False)), x, y, F.cross_entropy)
-    model = seeded_build(lambda: Overwritten(inplace)).float()
+    expected = expected_factors(overwriting(False), x, y, F.cross_entropy)
+    model = overwriting(inplace).float()
     opt = plain_kfac(model, lr=0.0)
     with left_out() as messages:
         for _ in range(2):
@@ -282,15 +235,11 @@ class Special(nn.Linear):
     pass
 
 
-class Deep(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
-        self.decoder = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-        self.lm_head = Special(4, 3)
-
-    def forward(self, x):
-        return self.lm_head(self.decoder(self.encoder(x)))
+def deep() -> nn.Module:
+    encoder = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    decoder = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    layers = {"encoder": encoder, "decoder": decoder, "lm_head": Special(4, 3)}
+    return Net(lambda net, x: net.lm_head(net.decoder(net.encoder(x))), **layers).double()
 
 
 ALL = {"encoder.0", "encoder.2.0", "decoder.0", "lm_head"}
@@ -312,7 +261,7 @@ SKIPS = [
 
 def test_skip_layers_by_name_pattern_type_and_instance():
     for skip, left in SKIPS:
-        model = seeded_build(Deep)
+        model = deep()
         opt = plain_kfac(model, lr=0.1, skip_layers=skip(model) if callable(skip) else skip)
         assert set(opt.blocks) == left, skip
         for name, _ in model.named_parameters():
@@ -326,4 +275,4 @@ def test_a_skip_that_matches_nothing_raises():
         ("decodr", "decodr"), ("nothing.*", r"nothing\.\*"), (nn.Conv2d, "Conv2d"), (unknown, "skip_layers"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=text):
-            plain_kfac(seeded_build(Deep), skip_layers=(skip,))
+            plain_kfac(deep(), skip_layers=(skip,))

@@ -12,18 +12,16 @@ from torch.nn.modules.module import register_module_forward_hook
 from secondorder import KFAC
 from tests.support.grid import pairs
 from tests.support.kfac import assert_close, assert_factors, labels, noise, plain_kfac
-from tests.support.models import seeded_build
+from tests.support.models import Net, seeded_build
 from tests.support.oracles.kfac import expected_factors
 from tests.support.oracles.layers import block_state
 
 WIDTH, N = 64, 12
 
 
-class Times(nn.Module):
+def times() -> Net:
     """Does what the hooks of these tests do, because the oracle runs no hooks."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return 3 * x
+    return Net(lambda net, x: 3 * x)
 
 
 def layers(kind: str) -> list[nn.Module]:
@@ -45,7 +43,7 @@ def plain(kind: str = "rows") -> nn.Sequential:
 def with_module(kind: str = "rows") -> nn.Sequential:
     """The first layer's output times 3, by a module after it; layer "0" is the first in both models."""
     model = plain(kind)
-    return nn.Sequential(model[0], Times(), *model[1:])
+    return nn.Sequential(model[0], times(), *model[1:])
 
 
 def times_three(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
@@ -56,12 +54,12 @@ def times_three_in_place(module: nn.Module, args: tuple[Any, ...], output: Tenso
     output.mul_(3)
 
 
-def factors_of(opt: Any, model: nn.Module, kind: str = "rows") -> tuple[Tensor, Tensor]:
+def factors_of(opt: Any, model: nn.Module, kind: str = "rows", name: str = "0") -> tuple[Tensor, Tensor]:
     x, y = data(kind)
     opt.zero_grad()
     F.cross_entropy(model(x), y).backward()
     opt.step()
-    state = block_state(opt, "0")
+    state = block_state(opt, name)
     return state["factor_a"], state["factor_g"]
 
 
@@ -120,16 +118,12 @@ def test_hooks_with_keywords_and_hooks_that_always_run():
 
 def test_a_layer_that_is_the_model_itself():
     """Its tap runs before the user's hook, and the hook that ends the forward after both."""
-    x, y = noise(N, WIDTH), labels(N, 5)
     model = seeded_build(lambda: nn.Linear(WIDTH, 5))
-    expected = expected_factors(nn.Sequential(copy.deepcopy(model), Times()), x, y, F.cross_entropy)["0"]
+    expected = expected_factors(nn.Sequential(copy.deepcopy(model), times()), *data("rows"), F.cross_entropy)["0"]
     model.register_forward_hook(times_three)
     opt = plain_kfac(model)
     model.register_forward_hook(lambda *_: None, prepend=True)
-    F.cross_entropy(model(x), y).backward()
-    opt.step()
-    state = opt.state[model.weight]
-    assert_factors({"": (state["factor_a"], state["factor_g"])}, {"": expected})
+    assert_factors({"": factors_of(opt, model, name="")}, {"": expected})
 
 
 def test_hooks_under_compilation():
@@ -172,7 +166,7 @@ def test_a_layer_that_is_called_without_its_model():
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_pre_hook_may_change_the_input(late):
-    expected = expected_factors(nn.Sequential(Times(), *plain()), *data("rows"), F.cross_entropy, ["1"])["1"]
+    expected = expected_factors(nn.Sequential(times(), *plain()), *data("rows"), F.cross_entropy, ["1"])["1"]
     model = plain()
     opt = plain_kfac(model) if late else None
     model[0].register_forward_pre_hook(lambda m, args: (3 * args[0],))
@@ -220,15 +214,8 @@ def test_a_closed_optimizer_leaves_the_user_s_hooks_in_their_order():
 
 @pytest.mark.filterwarnings("ignore:.*follow the fallback")
 def test_a_parameter_that_the_model_returns_keeps_no_hook():
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.scale = nn.Linear(4, 3), nn.Parameter(torch.ones(()))
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return self.layer(x) * self.scale, self.scale
-
-    model = seeded_build(Scaled)
+    scale, layer = nn.Parameter(torch.ones(())), nn.Linear(4, 3)
+    model = seeded_build(lambda: Net(lambda net, x: (net.layer(x) * net.scale, net.scale), layer=layer, scale=scale))
     opt = plain_kfac(model)
     for _ in range(3):
         opt.zero_grad()

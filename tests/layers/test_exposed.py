@@ -21,6 +21,7 @@ from secondorder import KFAC
 from secondorder.nn import expose
 from tests.support.grid import each, pairs
 from tests.support.kfac import noise
+from tests.support.models import Net
 from tests.support.warned import silent
 
 D, H, T, N = 3, 4, 5, 3
@@ -298,22 +299,16 @@ def test_states_copies_and_functional_calls(kind):
     assert_equal(flat(torch.func.functional_call(module, other, tuple(x))), flat(expected(*x)))
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn = nn.ModuleList([nn.LSTM(D, H, 2), nn.GRU(H, H), nn.RNN(H, H)])
-        self.cell = nn.LSTMCell(H, H)
-        self.encoder = nn.TransformerEncoderLayer(H, 2, 8, dropout=0.0, batch_first=True)
-        self.double()
-
-    def forward(self, x):
-        for layer in self.rnn:
-            x, _ = layer(x)
-        return self.encoder(x) + self.cell(x[0])[0]
+def through_all(net, x):
+    for layer in net.rnn:
+        x, _ = layer(x)
+    return net.encoder(x) + net.cell(x[0])[0]
 
 
 def test_a_model_is_converted_in_place():
-    model = Model()
+    rnn = nn.ModuleList([nn.LSTM(D, H, 2), nn.GRU(H, H), nn.RNN(H, H)])
+    encoder = nn.TransformerEncoderLayer(H, 2, 8, dropout=0.0, batch_first=True)
+    model = Net(through_all, rnn=rnn, cell=nn.LSTMCell(H, H), encoder=encoder).double()
     called = []
     model.rnn[0].register_forward_hook(lambda *_: called.append("rnn"))
     before, keys = dict(model.named_parameters()), list(model.state_dict())
@@ -393,20 +388,7 @@ def test_a_subclass_keeps_what_it_adds(copied):
 
 
 @layers
-def test_flattened_weights_do_no_harm(kind):
-    plain, seen = pair(kind)
-    seen.flatten_parameters()
-    seen.float().double()
-    plain.float().double()
-    seen.flatten_parameters()
-    assert_equal(outcome(seen, [noise(T, N, D)]), outcome(plain, [noise(T, N, D)]))
-    seen.load_state_dict({n: 2 * p for n, p in plain.state_dict().items()}, assign=True)
-    plain.load_state_dict({n: 2 * p for n, p in plain.state_dict().items()})
-    assert_equal(flat(seen(noise(T, N, D))), flat(plain(noise(T, N, D))))
-
-
-@layers
-def test_a_weight_parametrized_later_is_not_computed_at_every_step(kind):
+def test_flattened_weights_do_no_harm_and_one_parametrized_later_is_not_computed_at_every_step(kind):
     counted = []
 
     class Double(nn.Module):
@@ -415,6 +397,12 @@ def test_a_weight_parametrized_later_is_not_computed_at_every_step(kind):
             return 2 * weight
 
     plain, seen = pair(kind)
+    seen.flatten_parameters()
+    for module in (seen, plain):
+        module.float().double()
+    seen.load_state_dict({n: 2 * p for n, p in plain.state_dict().items()}, assign=True)
+    plain.load_state_dict({n: 2 * p for n, p in plain.state_dict().items()})
+    assert_equal(outcome(seen, [noise(T, N, D)]), outcome(plain, [noise(T, N, D)]))
     with torch.no_grad():
         plain.weight_hh_l0.mul_(2)
     torch.nn.utils.parametrize.register_parametrization(seen, "weight_hh_l0", Double())

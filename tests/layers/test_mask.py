@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.kfac import assert_close, labels, noise, plain_kfac, twin
-from tests.support.models import seeded_build
+from tests.support.models import Net, seeded_build
 from tests.support.oracles import layers as oracle
 from tests.support.oracles.layers import Tape, check_block, train
 
@@ -274,18 +274,13 @@ def test_a_mask_of_a_wrong_kind_or_shape_is_refused():
 def test_a_buffer_of_the_mask_may_be_used_again():
     """A layer whose second result is unused keeps its statistics waiting until the step."""
 
-    class Logged(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.LayerNorm(4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.logged = self.norm(2 * x)
-            return self.norm(x)
+    def forward(net: Net, x: Tensor) -> Tensor:
+        net.logged = net.norm(2 * x)
+        return net.norm(x)
 
     found = []
     for reuses in (True, False):
-        model = seeded_build(Logged)
+        model = Net(forward, norm=nn.LayerNorm(4)).double()
         opt, buffer = plain_kfac(model), torch.empty(5, 6, dtype=torch.bool)
         for seed in range(2):
             keep = noise(5, 6, seed=seed) > 0

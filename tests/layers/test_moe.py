@@ -6,11 +6,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
+from secondorder import KFAC
 from secondorder.nn import expose
 from tests.support.grid import each
 from tests.support.kfac import assert_close, labels, noise, plain_kfac, twin
 from tests.support.layer_cases import Experts
-from tests.support.models import seeded_build
+from tests.support.models import Net, seeded_build
 from tests.support.oracles import layers as oracle
 from tests.support.oracles.layers import block_state, check_block, expected_pairs, row_of, singles, step_of, train
 
@@ -48,49 +49,32 @@ def test_experts_without_tokens_in_a_step(calls_the_idle):
 
 
 class Quantized(nn.Module):
-    """A base in int8 with a scale, without trained parameters."""
+    """A base in int8 with a scale; some libraries keep the weight as a Parameter without a gradient."""
 
     def __init__(self, d_in: int, d_out: int) -> None:
         super().__init__()
-        self.register_buffer("weight", torch.randint(-127, 128, (d_out, d_in)).to(torch.int8))
+        self.weight = nn.Parameter(torch.randint(-127, 128, (d_out, d_in)).to(torch.int8), requires_grad=False)
         self.register_buffer("scale", torch.tensor(0.01))
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ (self.weight.to(x.dtype) * self.scale).mT
 
 
-class LowRank(nn.Module):
-    def __init__(self, base: nn.Module, rank: int = 2) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.lora_A, self.lora_B = nn.Linear(D, rank, bias=False), nn.Linear(rank, D, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + 0.5 * self.lora_B(self.lora_A(x))
-
-
 class Tuned(nn.Module):
-    def __init__(self, base) -> None:
+    """A frozen base with a low-rank adapter, a mean over positions, a head."""
+
+    def __init__(self, base: type[nn.Module], rank: int = 2) -> None:
         super().__init__()
-        self.layer, self.head = LowRank(base(D, D)), nn.Linear(D, 3)
+        self.base = base(D, D).requires_grad_(False)
+        self.down, self.up = nn.Linear(D, rank, bias=False), nn.Linear(rank, D, bias=False)
+        self.head = nn.Linear(D, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.layer(x)).mean(1))
+        return self.head(torch.tanh(self.base(x) + 0.5 * self.up(self.down(x))).mean(1))
 
     def by_hand(self, tape: oracle.Tape, x: Tensor) -> Tensor:
-        low = tape.linear("layer.lora_A", self.layer.lora_A, x)
-        z = self.layer.base(x) + 0.5 * tape.linear("layer.lora_B", self.layer.lora_B, low)
+        z = self.base(x) + 0.5 * tape.linear("up", self.up, tape.linear("down", self.down, x))
         return tape.linear("head", self.head, torch.tanh(z).mean(1))
-
-
-class Parameterized(Quantized):
-    """Some libraries keep the quantized weight as a Parameter without a gradient."""
-
-    def __init__(self, d_in: int, d_out: int) -> None:
-        super().__init__(d_in, d_out)
-        weight = self.weight
-        del self.weight
-        self.weight = nn.Parameter(weight, requires_grad=False)
 
 
 @pytest.mark.parametrize(
@@ -99,29 +83,26 @@ class Parameterized(Quantized):
         (nn.Linear, "cholesky", "model"),
         (nn.Linear, "eigen", "trained"),  # as trainers of adapters do: the optimizer is not given the base
         (Quantized, "eigen", "model"),
-        (Parameterized, "eigen", "model"),
     ],
 )
 def test_frozen_and_quantized_bases_do_not_matter(base, method, given):
     model, x, y = seeded_build(lambda: Tuned(base)), noise(N, S, D), labels(N, 3)
     expected = expected_pairs(twin(model).by_hand, singles(x), y.split(1), F.cross_entropy)
-    before = {k: v.clone() for k, v in model.layer.base.state_dict().items()}
-    params = [p for p in model.parameters() if p.requires_grad]
-    opt = plain_kfac(
-        **({"params": params, "module": model} if given == "trained" else {"params": model}), inverse_method=method
-    )
+    before = {k: v.clone() for k, v in model.base.state_dict().items()}
+    trained = {"params": [p for p in model.parameters() if p.requires_grad], "module": model}
+    opt = plain_kfac(**(trained if given == "trained" else {"params": model}), inverse_method=method)
     train(opt, model, (x,), y, F.cross_entropy)
-    assert set(opt.blocks) == {"layer.lora_A", "layer.lora_B", "head"}
+    assert set(opt.blocks) == {"down", "up", "head"}
     for name, pair in expected.items():
         check_block(opt, name, pair)
     opt.load_state_dict(opt.state_dict())
     train(opt, model, (x,), y, F.cross_entropy)
-    for key, value in model.layer.base.state_dict().items():
+    for key, value in model.base.state_dict().items():
         assert torch.equal(value, before[key])
         assert value.dtype == before[key].dtype
     assert "fallback" not in opt.describe()
     if base is nn.Linear and given == "model":
-        assert "frozen" in row_of(opt, "layer.base.weight")
+        assert "frozen" in row_of(opt, "base.weight")
 
 
 # ------------------------------------------------------------------------------------------------- Parametrized weights
@@ -143,85 +124,23 @@ WRAPPERS = {
 }
 
 
-class Wrapped(nn.Module):
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer, self.head = layer, nn.Linear(4, 3)
+def wrapped(layer: nn.Module) -> Net:
+    """A layer, a mean over positions, a head."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        z = self.layer(x, x) if isinstance(self.layer, nn.Bilinear) else self.layer(x)
-        return self.head(torch.tanh(z).reshape(len(z), 4, -1).mean(2))
+    def forward(net: nn.Module, x: Tensor) -> Tensor:
+        z = net.layer(x, x) if isinstance(net.layer, nn.Bilinear) else net.layer(x)
+        return net.head(torch.tanh(z).reshape(len(z), 4, -1).mean(2))
 
-
-@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated", "ignore:.*weight_norm.*deprecated")
-@each(  # torch itself has no spectral norm of a vector
-    lambda kind, wrapper: not (kind == "LayerNorm" and "spectral" in wrapper),
-    kind=LAYERS.keys(),
-    wrapper=WRAPPERS.keys(),
-)
-def test_parametrized_layers_follow_the_fallback_with_a_reason(wrapper, kind):
-    x = LAYERS[kind]()[1]
-    model, y = seeded_build(lambda: Wrapped(WRAPPERS[wrapper](LAYERS[kind]()[0]))), labels(N, 3)
-    names = [name for name, _ in model.layer.named_parameters() if name != "bias"]
-    assert names
-    opt = plain_kfac(model, lr=0.1)
-    assert set(opt.blocks) == {"head"}
-    for name in names:
-        assert oracle.follows_fallback(opt, f"layer.{name}", "parametri"), row_of(opt, f"layer.{name}")
-    F.cross_entropy(model(x), y).backward()
-    for gradient, moved in step_of(opt, list(model.layer.parameters())):
-        assert_close(moved, 0.1 * gradient)
-    train(opt, model, (x,), y, F.cross_entropy)
-    assert all(torch.isfinite(p).all() for p in model.parameters())
+    return Net(forward, layer=layer, head=nn.Linear(4, 3))
 
 
-class Projected(nn.Module):
-    """Attention or recurrence with a weight that is parametrized, a mean over positions, a head."""
-
-    def __init__(self, kind: str, wrapper: str, part: str) -> None:
-        super().__init__()
-        layer = nn.LSTM(4, 4, batch_first=True) if kind == "LSTM" else nn.MultiheadAttention(4, 2, batch_first=True)
-        self.layer, self.head = layer, nn.Linear(4, 3)
-        owner, names = (layer.out_proj, ()) if part == "out_proj" else (layer, (part,))
-        WRAPPERS[wrapper](owner, *names)
-
-    def forward(self, x: Tensor) -> Tensor:
-        z = self.layer(x) if isinstance(self.layer, nn.LSTM) else self.layer(x, x, x)
-        return self.head(torch.tanh(z[0]).mean(1))
-
-
-class Double(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * x
-
-
-def doubled_bias() -> nn.Module:
-    layer = nn.Linear(4, 4)
-    nn.utils.parametrize.register_parametrization(layer, "bias", Double())
-    return Wrapped(layer)
-
-
-PARAMETRIZED = {
-    "bias alone": (doubled_bias, noise(N, 4)),
-    "exposed LSTM": (lambda: expose(Projected("LSTM", "weight_norm of old", "weight_hh_l0")), noise(N, S, 4)),
-    "exposed attention": (lambda: expose(Projected("attention", "weight_norm", "in_proj_weight")), noise(N, S, 4)),
-    "attention": (lambda: Projected("attention", "weight_norm", "in_proj_weight"), noise(N, S, 4)),
-    "attention, old": (lambda: Projected("attention", "weight_norm of old", "in_proj_weight"), noise(N, S, 4)),
-    # torch itself never updates an out_proj under its old weight_norm
-    "outputs of attention": (lambda: Projected("attention", "weight_norm", "out_proj"), noise(N, S, 4)),
-}
-
-
-@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated", "ignore:.*weight_norm.*deprecated")
-@pytest.mark.parametrize("kind", PARAMETRIZED)
-def test_blocks_of_partly_parametrized_layers_have_statistics(kind):
+def check_reasons(model: nn.Module, x: Tensor) -> KFAC:
     """A row of the table names a block with statistics, or gives the reason why there is none."""
-    build, x = PARAMETRIZED[kind]
-    model, y = seeded_build(build), labels(N, 3)
+    y = labels(N, 3)
     opt = plain_kfac(model, lr=0.1)
     rows = {name: row_of(opt, name) for name, _ in model.named_parameters()}
     left_out = [name for name, row in rows.items() if "fallback" in row]
-    assert any("original" in name or name[-2:] in ("_g", "_v") for name in left_out)
+    assert any("orig" in name or name[-2:] in ("_g", "_v") for name in left_out)
     F.cross_entropy(model(x), y).backward()
     for gradient, moved in step_of(opt, [model.get_parameter(name) for name in left_out]):
         assert_close(moved, 0.1 * gradient)
@@ -233,3 +152,58 @@ def test_blocks_of_partly_parametrized_layers_have_statistics(kind):
             assert block_state(opt, block.name)["factor_updates"] == 1, name
     train(opt, model, (x,), y, F.cross_entropy)
     assert all(torch.isfinite(p).all() for p in model.parameters())
+    return opt
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated", "ignore:.*weight_norm.*deprecated")
+@each(  # torch itself has no spectral norm of a vector
+    lambda kind, wrapper: not (kind == "LayerNorm" and "spectral" in wrapper),
+    kind=LAYERS.keys(),
+    wrapper=WRAPPERS.keys(),
+)
+def test_parametrized_layers_follow_the_fallback_with_a_reason(wrapper, kind):
+    layer, x = LAYERS[kind]()
+    opt = check_reasons(seeded_build(lambda: wrapped(WRAPPERS[wrapper](layer))), x)
+    assert set(opt.blocks) == {"head"}
+
+
+def projected(kind: str, wrapper: str, part: str) -> Net:
+    """Attention or recurrence with a weight that is parametrized, a mean over positions, a head."""
+
+    def forward(net: nn.Module, x: Tensor) -> Tensor:
+        z = net.layer(x) if kind == "LSTM" else net.layer(x, x, x)
+        return net.head(torch.tanh(z[0]).mean(1))
+
+    layer = nn.LSTM(4, 4, batch_first=True) if kind == "LSTM" else nn.MultiheadAttention(4, 2, batch_first=True)
+    owner, names = (layer.out_proj, ()) if part == "out_proj" else (layer, (part,))
+    WRAPPERS[wrapper](owner, *names)
+    return Net(forward, layer=layer, head=nn.Linear(4, 3))
+
+
+class Double(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+def doubled_bias() -> nn.Module:
+    layer = nn.Linear(4, 4)
+    nn.utils.parametrize.register_parametrization(layer, "bias", Double())
+    return wrapped(layer)
+
+
+PARAMETRIZED = {
+    "bias alone": (doubled_bias, noise(N, 4)),
+    "exposed LSTM": (lambda: expose(projected("LSTM", "weight_norm of old", "weight_hh_l0")), noise(N, S, 4)),
+    "exposed attention": (lambda: expose(projected("attention", "weight_norm", "in_proj_weight")), noise(N, S, 4)),
+    "attention": (lambda: projected("attention", "weight_norm", "in_proj_weight"), noise(N, S, 4)),
+    "attention, old": (lambda: projected("attention", "weight_norm of old", "in_proj_weight"), noise(N, S, 4)),
+    # torch itself never updates an out_proj under its old weight_norm
+    "outputs of attention": (lambda: projected("attention", "weight_norm", "out_proj"), noise(N, S, 4)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated", "ignore:.*weight_norm.*deprecated")
+@pytest.mark.parametrize("kind", PARAMETRIZED)
+def test_blocks_of_partly_parametrized_layers_have_statistics(kind):
+    build, x = PARAMETRIZED[kind]
+    check_reasons(seeded_build(build), x)

@@ -4,6 +4,8 @@ The definition applies ``γ x̂ + β`` to torch's own x̂ as a constant, and aut
 loss. Batch statistics are thereby constants, as they should be in the block.
 """
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -38,8 +40,7 @@ def second_moments(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """E[u uᵀ] of every unit, ``[C, k, k]``; u holds scale before shift, as far as they are trained."""
     model = twin(model)
     z = model.before(x)
-    layers = [model.norm, *([model.second] if hasattr(model, "second") else [])]
-    hats = [normalized(layer, z) for layer in layers]
+    hats = [normalized(layer, z) for layer in model.layers()]
 
     def shaped(parameter: Tensor | None) -> Tensor | float:
         if parameter is None or isinstance(model.norm, (nn.LayerNorm, nn.RMSNorm)):
@@ -56,21 +57,28 @@ def second_moments(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 class Normed(nn.Module):
-    """An uneven map, the norm, a nonlinearity, a mean over positions, a head."""
+    """An uneven map, one norm or two of the same parameters, a nonlinearity, a mean over positions, a head."""
 
-    def __init__(self, norm: nn.Module, features: int, feature_dim: int) -> None:
+    def __init__(self, norm: nn.Module, features: int, feature_dim: int, second: nn.Module | None = None) -> None:
         super().__init__()
         self.norm, self.head, self.feature_dim = norm, nn.Linear(features, 3), feature_dim
+        self.second = second
+        for name, p in norm.named_parameters() if second is not None else ():
+            setattr(second, name, p)
+
+    def layers(self) -> list[nn.Module]:
+        return [layer for layer in (self.norm, self.second) if layer is not None]
 
     def before(self, x: Tensor) -> Tensor:
         return x + 0.3 * x.square()
 
-    def after(self, z: Tensor) -> Tensor:
-        z = torch.tanh(z)
+    def after(self, z: Tensor, *second: Tensor) -> Tensor:
+        z = torch.tanh(z - second[0].sin() if second else z)
         return self.head(z if z.ndim == 2 else z.movedim(self.feature_dim, -1).flatten(1, -2).mean(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.after(self.norm(self.before(x)))
+        z = self.before(x)
+        return self.after(*(layer(z) for layer in self.layers()))
 
 
 # name: layer, shape of the input of one example, features of the head and their dimension
@@ -105,11 +113,11 @@ CASES = {
 }
 
 
-def problem(case: str) -> tuple[Normed, Tensor, Tensor]:
+def problem(case: str, second: Callable[[], nn.Module | None] = lambda: None) -> tuple[Normed, Tensor, Tensor]:
     build, shape, features, dim = CASES[case]
 
     def model() -> Normed:
-        made = Normed(build(), features, dim)
+        made = Normed(build(), features, dim, second())
         for p in made.norm.parameters():
             nn.init.uniform_(p, 0.5, 1.5)
         return made
@@ -258,65 +266,40 @@ PAIRS = {
 }
 
 
-class Two(Normed):
-    """Two norms that share weight and bias, with different options."""
-
-    def __init__(self, one: Normed, second: nn.Module) -> None:
-        super().__init__(one.norm, one.head.in_features, one.feature_dim)
-        self.second = second
-        second.weight = self.norm.weight
-        if getattr(second, "bias", None) is not None:
-            second.bias = self.norm.bias
-
-    def after(self, z: Tensor, other: Tensor) -> Tensor:
-        return super().after(z - other.sin())
-
-    def forward(self, x: Tensor) -> Tensor:
-        z = self.before(x)
-        return self.after(self.norm(z), self.second(z))
-
-
 @pytest.mark.parametrize("kind", PAIRS)
 def test_two_norms_of_one_weight(kind):
     """Each has its own eps or groups."""
-    case, second = PAIRS[kind]
-    one, x, y = problem(case)
-    check(seeded_build(lambda: Two(one, second())), x=x)
+    model, x, _ = problem(*PAIRS[kind])
+    check(model, x=x)
 
 
-def test_rows_shared_by_the_batch_follow_the_fallback_with_a_warning():
+class Shared(Normed):
     """Six examples share five normalized positions, so gradients of single examples are unknown."""
 
-    class Shared(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("table", torch.randn(5, 4))
-            self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 3)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(x + self.norm(torch.arange(20.0).sin().view(5, 4).to(x)))
 
-        def forward(self, x):
-            return self.head(torch.tanh(x + self.norm(self.table)).mean(1))
 
-    model, x, y = seeded_build(Shared), noise(N, 5, 4), labels(N, 3)
-    opt = plain_kfac(model, lr=0.1)
-    F.cross_entropy(model(x), y).backward()
+def with_frozen_statistics() -> Normed:
+    """Running statistics are frozen, as in fine-tuning."""
+    model = problem("BatchNorm2d")[0]
+    model.norm.eval()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "shape"),
+    [(lambda: Shared(nn.LayerNorm(4), 4, -1), (5, 4)), (with_frozen_statistics, (4, 3, 2))],
+    ids=["shared by the batch", "evaluation mode"],
+)
+def test_norms_without_gradients_of_examples_follow_the_fallback_with_a_warning(build, shape):
+    model, y = seeded_build(build), labels(N, 3)
+    opt = plain_kfac(model, lr=0.1, damping=0.1)
+    F.cross_entropy(model(noise(N, *shape)), y).backward()
     with pytest.warns(UserWarning, match="norm"):
         found = step_of(opt, list(model.norm.parameters()))
     for gradient, moved in found:
         assert_close(moved, 0.1 * gradient)
-    assert follows_fallback(opt, "norm.weight")
-
-
-def test_a_batch_norm_in_evaluation_mode_inside_a_model_that_trains():
-    """Running statistics are frozen, as in fine-tuning: nothing is captured there, and a warning names the layer."""
-    model, x, y = problem("BatchNorm2d")
-    model.norm.eval()
-    before = model.norm.weight.detach().clone()
-    opt = plain_kfac(model, lr=0.1, damping=0.1)
-    F.cross_entropy(model(x), y).backward()
-    gradient = model.norm.weight.grad.clone()
-    with pytest.warns(UserWarning, match="norm"):
-        opt.step()
-    assert_close(before - model.norm.weight.detach(), 0.1 * gradient)
 
 
 def test_each_micro_batch_of_a_batch_norm_has_its_own_statistics():

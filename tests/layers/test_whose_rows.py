@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.support.ekfac import assert_scales, held_bases, held_scales, plain_ekfac, state_of
 from tests.support.grid import each, pairs
 from tests.support.kfac import assert_close, labels, noise, plain_kfac
-from tests.support.models import seeded_build
+from tests.support.models import Net, seeded_build
 from tests.support.oracles.ekfac import scales
 from tests.support.warned import warned
 
@@ -57,15 +57,13 @@ def gradients(layer: nn.Module, examples: list[Tensor], loss) -> Tensor:
 # ------------------------------------------------------------------------------------------------------- Sequence first
 
 
-class SequenceFirst(nn.Module):
+def positions_first(flat: bool) -> Net:
     """``[S, N, 3]`` to ``[S, N, 2]``, on sequences or on their flattened rows."""
 
-    def __init__(self, flat: bool) -> None:
-        super().__init__()
-        self.layer, self.flat = nn.Linear(3, 2, bias=False), flat
+    def forward(net, x):
+        return net.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2]) if flat else net.layer(x)
 
-    def forward(self, x):
-        return self.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2]) if self.flat else self.layer(x)
+    return Net(forward, layer=nn.Linear(3, 2, bias=False))
 
 
 SIZES = {"5x4": (5, 4), "4x4": (4, 4), "8x4": (8, 4), "2x4": (2, 4), "4x1": (4, 1)}
@@ -76,7 +74,7 @@ FLAT = {"sequences": False, "rows": True}
 def test_the_scale_of_sequence_first_batches(size, flat):
     S, N = size
     for transport in ("project", "recompute"):
-        model, x, y = seeded_build(lambda: SequenceFirst(flat)), noise(S, N, 3), noise(S, N, 2, seed=1)
+        model, x, y = seeded_build(lambda: positions_first(flat)), noise(S, N, 3), noise(S, N, 2, seed=1)
         opt = plain_ekfac(model, batch_dim=1, transport=transport)
         train(opt, model, x, lambda f, y=y: (f - y).square().sum((0, 2)).mean())
         if flat and is_left_out(opt, model.layer):
@@ -141,28 +139,22 @@ def test_the_scale_of_tokens_as_data(case, reduction):
     assert_close(held_scales(opt, model[0]), scales(G, *held_bases(opt, model[0])), 1e-9)
 
 
-class Attention(nn.Module):
-    def __init__(self, E: int = 4) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(E, 2, batch_first=True, bias=False)
-
-    def forward(self, q, kv=None):
-        kv = q if kv is None else kv
-        return self.attention(q, kv, kv, need_weights=False)[0]
+def attention(E: int = 4) -> Net:
+    layer = nn.MultiheadAttention(E, 2, batch_first=True, bias=False)
+    return Net(lambda net, q, *kv: net.attention(q, *(kv or (q,)) * 2, need_weights=False)[0], attention=layer)
 
 
 def test_tokens_as_data_in_cross_attention():
     """Queries and outputs have 2 positions in an example whose keys have 10."""
     N, L, S, E = 3, 2, 10, 4
-    model = seeded_build(Attention)
+    model = seeded_build(attention)
     q, kv, y = noise(N, L, E), noise(N, S, E, seed=1), noise(N, L, E, seed=2)
     opt = plain_ekfac(model, lr=0.0, token_is_example=True)
     for _ in range(2):
         opt.zero_grad()
         (model(q, kv) - y).square().sum(-1).mean().backward()
         opt.step()
-    attention = model.attention
-    W_q, W_k, W_v = attention.in_proj_weight.detach().chunk(3)
+    W_q, W_k, W_v = model.attention.in_proj_weight.detach().chunk(3)
 
     def heads(x: Tensor) -> Tensor:
         return x.unflatten(-1, (2, -1)).transpose(1, 2)
@@ -170,7 +162,7 @@ def test_tokens_as_data_in_cross_attention():
     queries = (q @ W_q.mT).requires_grad_()
     mixed = F.scaled_dot_product_attention(heads(queries), heads(kv @ W_k.mT), heads(kv @ W_v.mT))
     mixed = mixed.transpose(1, 2).flatten(2)
-    outputs = (mixed @ attention.out_proj.weight.detach().mT).requires_grad_()
+    outputs = (mixed @ model.attention.out_proj.weight.detach().mT).requires_grad_()
     outputs.retain_grad()
     queries.retain_grad()
     (outputs - y).square().sum(-1).mean().backward()
@@ -186,16 +178,14 @@ def test_tokens_as_data_in_cross_attention():
 T = 8
 
 
-class Positions(nn.Module):
+def positioned() -> Net:
     """Positions are looked up once for the whole batch."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.place, self.head = nn.Embedding(5, 3), nn.Embedding(T + 1, 3), nn.Linear(3, 2)
+    def forward(net, x):
+        words = x if x.is_floating_point() else net.words(x)
+        return net.head(torch.tanh(words + net.place(torch.arange(x.shape[1]))))
 
-    def forward(self, x):
-        words = x if x.is_floating_point() else self.words(x)
-        return self.head(torch.tanh(words + self.place(torch.arange(x.shape[1]))))
+    return Net(forward, words=nn.Embedding(5, 3), place=nn.Embedding(T + 1, 3), head=nn.Linear(3, 2))
 
 
 def read(f: Tensor) -> Tensor:
@@ -204,7 +194,7 @@ def read(f: Tensor) -> Tensor:
 
 @pairs(N=[2, 8, 16], kind=["indices", "features"], method=["scale", "reduce"])
 def test_shared_positions_are_never_split_among_the_examples(N, kind, method):
-    model = seeded_build(Positions)
+    model = seeded_build(positioned)
     x = torch.arange(N * T).view(N, T) % 5 if kind == "indices" else noise(N, T, 3)
     opt = plain_ekfac(model) if method == "scale" else plain_kfac(model, approx="reduce")
     with warned() as caught:
@@ -213,26 +203,24 @@ def test_shared_positions_are_never_split_among_the_examples(N, kind, method):
     assert any("place" in w and "shared by the whole batch" in w for w in caught)
     assert state_of(opt, model.head)["refreshes"] > 0
     if method == "scale":
-        assert_scales(opt, model, seeded_build(Positions), x, torch.zeros(N), lambda f, _: read(f), ["head"])
+        assert_scales(opt, model, seeded_build(positioned), x, torch.zeros(N), lambda f, _: read(f), ["head"])
     opt.param_groups[0]["lr"], before = 0.1, model.place.weight.detach().clone()
     opt.step()
     assert_close(before - model.place.weight.detach(), 0.1 * model.place.weight.grad)
 
 
-class Columns(nn.Module):
+def columns() -> Net:
     """A table for each column of the input."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.tables, self.head = nn.ModuleList(nn.Embedding(5, 3) for _ in range(3)), nn.Linear(3, 2)
+    def forward(net, x):
+        return net.head(torch.tanh(sum(table(x[:, i]) for i, table in enumerate(net.tables))))
 
-    def forward(self, x):
-        return self.head(torch.tanh(sum(table(x[:, i]) for i, table in enumerate(self.tables))))
+    return Net(forward, tables=nn.ModuleList(nn.Embedding(5, 3) for _ in range(3)), head=nn.Linear(3, 2))
 
 
 @pytest.mark.parametrize("N", [2, 6])
 def test_one_row_per_example_is_not_mistaken_for_a_shared_position(N):
-    model, x = seeded_build(Columns), torch.arange(N * 3).view(N, 3) % 5
+    model, x = seeded_build(columns), torch.arange(N * 3).view(N, 3) % 5
     opt = plain_ekfac(model)
     train(opt, model, x, read)
     for i, table in enumerate(model.tables):
@@ -247,7 +235,7 @@ def test_one_row_per_example_is_not_mistaken_for_a_shared_position(N):
 def test_whole_examples_are_drawn_in_attention(length):
     """Every example has an axis of its own, so A shows which ones are in it."""
     N, kept = 12, 2
-    model = seeded_build(lambda: Attention(E=N))
+    model = seeded_build(lambda: attention(N))
     x = torch.eye(N, dtype=torch.float64)[:, None].expand(N, length, N).contiguous()
     opt = plain_kfac(model, factor_batch_size=kept)
     train(opt, model, x, read, steps=1)
@@ -274,7 +262,7 @@ def test_examples_are_drawn_for_the_scale_of_a_table():
 
 def test_the_warning_about_compiled_attention_names_expose():
     torch._dynamo.reset()
-    model = seeded_build(Attention)
+    model = seeded_build(attention)
     opt = plain_kfac(model, lr=0.01)
     fast = torch.compile(model, backend="eager")
     x, y = noise(3, 4, 4), labels(3, 4)

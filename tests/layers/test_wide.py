@@ -144,26 +144,32 @@ def made(method, *args, **keywords) -> tuple[KFAC, list[str]]:
     return opt, found
 
 
-@pytest.mark.parametrize(
-    ("method", "keywords", "bound"),
-    [(KFAC, {}, 2048), (EKFAC, {}, 2048), (KFAC, {"inverse_method": "cholesky"}, 4096)],
-)
+CHOLESKY = {"inverse_method": "cholesky"}
+
+
+@pytest.mark.parametrize(("method", "keywords", "bound"), [(KFAC, {}, 2048), (EKFAC, {}, 2048), (KFAC, CHOLESKY, 4096)])
 def test_the_widest_dense_side_on_a_cpu(method, keywords, bound):
-    opt, texts = made(method, wide(bound), **keywords)
-    assert texts == []
-    assert "diagonal" not in row_of(opt, "1.weight")
-    opt, (text,) = made(method, wide(bound + 1), **keywords)
-    for part in (f"more than {bound} rows", f"1 (outputs, {bound + 1})", "or 8192 for"):
-        assert part in text
-    assert f"diagonal {bound + 1}" in row_of(opt, "1.weight")
+    for n, given in ((bound, {}), (bound + 1, {}), (2100, {"max_factor_dim": 2048}), (2100, {"max_factor_dim": None})):
+        opt, texts = made(method, wide(n), **keywords, **given)
+        limit = given.get("max_factor_dim", bound)
+        assert opt.param_groups[0]["max_factor_dim"] == limit
+        assert (f"diagonal {n}" in row_of(opt, "1.weight")) == (limit is not None and n > limit)
+        found = [(f"more than {bound} rows", f"1 (outputs, {n})", "or 8192 for")] if n > bound and not given else []
+        for text, parts in zip(texts, found, strict=True):  # a bound that is given causes no warning
+            assert all(part in text for part in parts)
 
 
-def test_a_given_bound_stays_and_does_not_warn():
-    for bound in (2048, 8192, None):
-        opt, texts = made(KFAC, wide(2100), max_factor_dim=bound)
-        assert texts == []
-        assert opt.param_groups[0]["max_factor_dim"] == bound
-        assert ("diagonal" in row_of(opt, "1.weight")) == (bound == 2048)
+def test_other_devices_keep_wider_factors_and_copies_have_the_default_of_the_original():
+    assert default_bound("cuda", "eigen") == default_bound("cuda", "cholesky") == 8192
+    with torch.device("meta"):
+        model = wide(3000)
+    assert KFAC(model).param_groups[0]["max_factor_dim"] == 8192
+    model = wide(10)
+    for copied in (copy.deepcopy, lambda opt: pickle.loads(pickle.dumps(opt))):
+        opt = copied(KFAC(model))
+        opt.attach(copy.deepcopy(model))
+        opt.add_param_group({"params": [nn.Parameter(torch.zeros(2))], **CHOLESKY})
+        assert opt.param_groups[1]["max_factor_dim"] == 4096
 
 
 def test_many_wide_layers_give_one_warning_and_a_large_vocabulary_gives_none():
@@ -177,7 +183,7 @@ def test_the_default_of_a_group_depends_on_its_inverse_method():
     model = wide(3000)
     groups = [
         {"params": list(model[0].parameters())},
-        {"params": list(model[1].parameters()), "inverse_method": "cholesky"},
+        {"params": list(model[1].parameters()), **CHOLESKY},
     ]
     for given, found in ((None, [2048, 4096]), (100, [2048, 100]), ("auto", [7, 4096])):
         if given is not None:
@@ -185,13 +191,6 @@ def test_the_default_of_a_group_depends_on_its_inverse_method():
         opt, texts = made(KFAC, groups, module=model, **({"max_factor_dim": 7} if given == "auto" else {}))
         assert texts == []
         assert [group["max_factor_dim"] for group in opt.param_groups] == found
-
-
-def test_other_devices_keep_wider_factors():
-    assert default_bound("cuda", "eigen") == default_bound("cuda", "cholesky") == 8192
-    with torch.device("meta"):
-        model = wide(3000)
-    assert KFAC(model).param_groups[0]["max_factor_dim"] == 8192
 
 
 @pytest.mark.parametrize("method", [KFAC, EKFAC])
@@ -209,12 +208,3 @@ def test_a_checkpoint_with_a_dense_factor_keeps_its_bound(method):
     assert new.param_groups[0]["max_factor_dim"] == 8192
     assert "diagonal" not in row_of(new, "1.weight")
     assert torch.equal(new.state[after[1].weight]["factor_g"], old.state[before[1].weight]["factor_g"])
-
-
-def test_copies_have_the_default_of_the_original():
-    model = wide(10)
-    for copied in (copy.deepcopy, lambda opt: pickle.loads(pickle.dumps(opt))):
-        opt = copied(KFAC(model))
-        opt.attach(copy.deepcopy(model))
-        opt.add_param_group({"params": [nn.Parameter(torch.zeros(2))], "inverse_method": "cholesky"})
-        assert opt.param_groups[1]["max_factor_dim"] == 4096

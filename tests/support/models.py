@@ -1,5 +1,8 @@
 """Tiny float64 networks and data for the oracle and the capture tests."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -67,3 +70,16 @@ class Tokens(nn.Module):
         if self.read == "mean":
             return z.flatten(1, -2).mean(1)
         return z.movedim(-1, 1)  # torch's cross entropy expects classes on axis 1
+
+
+class Net(nn.Module):
+    """Layers by their names, and a function of the network and its inputs, which is its forward."""
+
+    def __init__(self, function: Callable[..., Any], **layers: Any) -> None:
+        super().__init__()
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
