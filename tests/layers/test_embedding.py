@@ -244,3 +244,13 @@ def test_two_tables_and_a_head_of_one_weight(tied):
     if tied != "embedding":
         check_block(opt, "head", expected["head"])
     assert "fallback" not in opt.describe()
+
+
+@pytest.mark.parametrize("tied", ["embedding", "head"])
+def test_the_bias_of_a_tied_head_is_in_the_block_of_the_head_or_follows_the_fallback(tied):
+    (x, y), model = data(), seeded_build(lambda: Language(True))
+    model.head.bias = nn.Parameter(torch.ones(V, dtype=torch.float64))
+    opt = plain_kfac(model, tied=tied, lr=0.1)
+    assert oracle.follows_fallback(opt, "head.bias", "another use") == (tied == "embedding")
+    train(opt, model, (x,), y, F.cross_entropy)
+    assert not model.head.bias.equal(torch.ones_like(model.head.bias))

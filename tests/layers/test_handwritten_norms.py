@@ -29,18 +29,6 @@ class NanoGPTNorm(nn.Module):
         return F.layer_norm(input, self.weight.shape, self.weight, self.bias, 1e-5)
 
 
-class AnnotatedNorm(nn.Module):
-    """That of the Annotated Transformer: eps is outside of the root, and the deviation is unbiased."""
-
-    def __init__(self, size: int, eps: float = 1e-2) -> None:
-        super().__init__()
-        self.a_2, self.b_2 = nn.Parameter(torch.ones(size)), nn.Parameter(torch.zeros(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.a_2 * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + self.eps) + self.b_2
-
-
 class LlamaNorm(nn.Module):
     """Computes in float32, whatever the input."""
 
@@ -54,23 +42,33 @@ class LlamaNorm(nn.Module):
         return self.weight * x.to(hidden_states.dtype)
 
 
-class GemmaNorm(LlamaNorm):
-    """Its scale is 1 + w."""
+class Own(nn.Module):
+    """Parameters by their names, and a function of the module and its input."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon) * (1 + self.weight)
-
-
-class BiasFirst(nn.Module):
-    """The shift is the first parameter, and the names reveal nothing."""
-
-    def __init__(self, size: int) -> None:
+    def __init__(self, function: Callable[[nn.Module, Tensor], Tensor], size: int, *names: str) -> None:
         super().__init__()
-        self.one, self.two = nn.Parameter(torch.zeros(size)), nn.Parameter(torch.ones(size))
+        for name in names:
+            setattr(self, name, nn.Parameter(torch.ones(size)))
+        self.function = function
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x - x.mean(-1, keepdim=True)
-        return self.two * x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() + self.one
+        return self.function(self, x)
+
+
+def annotated(m: nn.Module, x: Tensor) -> Tensor:
+    """That of the Annotated Transformer: eps is outside of the root, and the deviation is unbiased."""
+    return m.a_2 * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-2) + m.b_2
+
+
+def gemma(m: nn.Module, x: Tensor) -> Tensor:
+    """Its scale is 1 + w."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 3e-3) * (1 + m.weight)
+
+
+def bias_first(m: nn.Module, x: Tensor) -> Tensor:
+    """The shift is the first parameter, and the names reveal nothing."""
+    x = x - x.mean(-1, keepdim=True)
+    return m.two * x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() + m.one
 
 
 class ConvertingNorm(nn.LayerNorm):
@@ -83,10 +81,10 @@ class ConvertingNorm(nn.LayerNorm):
 NORMS = {
     "nanoGPT": (NanoGPTNorm, ("weight", "bias")),
     "nanoGPT without bias": (lambda size: NanoGPTNorm(size, bias=False), ("weight",)),
-    "annotated": (AnnotatedNorm, ("a_2", "b_2")),
+    "annotated": (lambda size: Own(annotated, size, "a_2", "b_2"), ("a_2", "b_2")),
     "Llama": (LlamaNorm, ("weight",)),
-    "Gemma": (GemmaNorm, ("weight",)),
-    "bias first": (BiasFirst, ("two", "one")),
+    "Gemma": (lambda size: Own(gemma, size, "weight"), ("weight",)),
+    "bias first": (lambda size: Own(bias_first, size, "one", "two"), ("two", "one")),
     "CLIP": (ConvertingNorm, ("weight", "bias")),
 }
 
@@ -173,17 +171,6 @@ class TwoInputs(NanoGPTNorm):
         return super().forward(x if residual is None else x + residual)
 
 
-class Other(NanoGPTNorm):
-    """Has the parameters of a norm, but another function."""
-
-    def __init__(self, function: Callable[[nn.Module, Tensor], Tensor]) -> None:
-        super().__init__(8)
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self, x)
-
-
 def layer_norm(m: nn.Module, x: Tensor) -> Tensor:
     return F.layer_norm(x, m.weight.shape, m.weight, m.bias)
 
@@ -199,7 +186,7 @@ OTHERS = {
 
 
 def test_modules_that_compute_something_else_are_left_out_by_name():
-    for norm in (TwoInputs(8), *map(Other, OTHERS.values())):
+    for norm in (TwoInputs(8), *(Own(function, 8, "weight", "bias") for function in OTHERS.values())):
         model = nn.Sequential(nn.Linear(3, 8), norm)
         with pytest.warns(UserWarning, match=f"{type(norm).__name__} has no adapter"):
             opt = KFAC(model)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from secondorder import EKFAC, KFAC
 from secondorder.curvature.factors import default_bound
 from tests.support.building import built
-from tests.support.grid import each, pairs
+from tests.support.grid import pairs
 from tests.support.kfac import assert_close, backward, directions, labels, noise, plain_kfac, train_step
 from tests.support.layer_cases import CASES, ONE_OF_EACH
 from tests.support.models import mlp, vectors
@@ -31,47 +31,35 @@ def cut(X: Tensor, limit: int | None) -> Tensor:
     return X if limit is None or X.shape[-1] <= limit else diagonal_of(X)
 
 
-@each(limit=LIMITS, approx=["expand", "reduce"], method=["eigen", "cholesky"])
-def test_a_wide_factor_is_the_diagonal_of_the_full_one(limit, approx, method):
-    x, y = vectors(d=4)
-    expected = expected_factors(mlp(WIDTHS), x, y, F.cross_entropy, approx=approx)
-    model = mlp(WIDTHS)
-    opt = plain_kfac(model, max_factor_dim=limit, approx=approx, inverse_method=method)
-    train_step(opt, model, x, y, F.cross_entropy)
-    for name, (A, B) in expected.items():
-        check_block(opt, name, (cut(A, limit), cut(B, limit)))
-        wide = {side: limit is not None and len(X) > limit for side, X in (("factor_a", A), ("factor_g", B))}
-        for side, X in (("factor_a", A), ("factor_g", B)):
-            assert block_state(opt, name)[side].shape == (X.shape[:1] if wide[side] else X.shape)
-        row = row_of(opt, f"{name}.weight")
-        assert ("diagonal" in row) == any(wide.values())
-        assert "fallback" not in row
-
-
 @pairs(
-    limit=[6, 7, 4, 2],
+    limit=LIMITS,
+    approx=["expand", "reduce"],
     way={
         "eigen": ({"inverse_method": "eigen"}, solve_exact),
         "eigen-pi": ({"inverse_method": "eigen", "damping_split": "pi"}, solve_pi),
         "cholesky": ({"inverse_method": "cholesky"}, solve_pi),
     },
 )
-def test_direction_with_diagonal_sides(limit, way):
+def test_a_wide_factor_is_the_diagonal_of_the_full_one_and_the_direction_solves_with_it(limit, approx, way):
     """Blocks that are completely diagonal add λ to their own entries, whatever the others do."""
     x, y = vectors(d=4)
-    expected = expected_factors(mlp(WIDTHS), x, y, F.cross_entropy)
+    expected = expected_factors(mlp(WIDTHS), x, y, F.cross_entropy, approx=approx)
     (keywords, solve), model = way, mlp(WIDTHS)
-    opt = plain_kfac(model, damping=0.03, max_factor_dim=limit, **keywords)
+    opt = plain_kfac(model, damping=0.03, max_factor_dim=limit, approx=approx, **keywords)
     backward(model, x, y, F.cross_entropy)
     for name, (gradient, V) in directions(opt, model).items():
         A, B = expected[name]
-        if min(len(A), len(B)) <= limit:
-            wanted = solve(cut(B, limit), cut(A, limit), gradient, 0.03)
-        elif keywords.get("damping_split") == "pi":
-            continue  # blocks that are completely diagonal do not split the damping
-        else:
-            wanted = gradient / (torch.outer(B.diagonal(), A.diagonal()) + 0.03)
-        assert_close(V, wanted, 1e-8, name)
+        check_block(opt, name, (cut(A, limit), cut(B, limit)))
+        wide = [limit is not None and len(X) > limit for X in (A, B)]
+        for side, X, is_wide in zip(("factor_a", "factor_g"), (A, B), wide, strict=True):
+            assert block_state(opt, name)[side].shape == (X.shape[:1] if is_wide else X.shape)
+        row = row_of(opt, f"{name}.weight")
+        assert ("diagonal" in row) == any(wide)
+        assert "fallback" not in row
+        if not all(wide):
+            assert_close(V, solve(cut(B, limit), cut(A, limit), gradient, 0.03), 1e-8, name)
+        elif "damping_split" not in keywords:  # blocks that are completely diagonal do not split the damping
+            assert_close(V, gradient / (torch.outer(B.diagonal(), A.diagonal()) + 0.03), 1e-8, name)
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
