@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from secondorder import EKFAC, KFAC, MFAC, CommOpt, HyLo
@@ -266,15 +265,12 @@ def test_observed_statistics_follow_the_same_rules() -> None:
 
 
 # ---------------------------------------------------------------- Several ranks
-def on_ranks(rank: int, world: int, kind: str, sharded: bool) -> tuple[Tensor | None, int]:
+def on_ranks(rank: int, world: int, kind: str) -> tuple[Tensor | None, int]:
     """Curvature of the last layer, and the number of warnings; a batch is given up, or rank 0 keeps gradients."""
     model = net().to(device_of(rank))
-    if sharded:
-        for layer in (model[0], model[2], model):
-            fully_shard(layer)
     average = kind == "kept"
     optimizer = plain_kfac(model, lr=0.0, comm=CommOpt(average_gradients=average))
-    wrapped = model if sharded or average else DDP(model)
+    wrapped = model if average else DDP(model)
     x, y = (t.chunk(world)[rank].to(device_of(rank)) for t in batch())
     if kind == "given up":
         F.cross_entropy(wrapped(x[:3]), y[:3]).backward()
@@ -294,13 +290,13 @@ def on_ranks(rank: int, world: int, kind: str, sharded: bool) -> tuple[Tensor | 
     return (optimizer.dense_curvature("2") if optimizer.comm.estimates(1) else None), count
 
 
-@pytest.mark.parametrize(("kind", "sharded"), [("given up", False), ("given up", True), ("kept", False)])
-def test_batches_given_up_and_gradients_kept_on_ranks(pool: Pool, kind: str, sharded: bool) -> None:
+@pytest.mark.parametrize("kind", ["given up", "kept"])
+def test_batches_given_up_and_gradients_kept_on_ranks(pool: Pool, kind: str) -> None:
     """A batch that all ranks gave up has no effect, and a rank that keeps gradients elsewhere contributes nothing."""
     x, y = batch()
     counted = slice(32, None) if kind == "kept" else slice(None)
     A, B = expected_factors(net(), x[counted], y[counted], F.cross_entropy)["2"]
-    answers = pool.run(on_ranks, kind, sharded, world=2)
+    answers = pool.run(on_ranks, kind, world=2)
     assert [count for _, count in answers] == ([1, 0] if kind == "kept" else [0, 0])
     for found, _ in answers:
         if found is not None:

@@ -79,59 +79,40 @@ def chained(parts, batches):
         (F.cross_entropy(outputs_of(parts, x), y) / len(batches)).backward()
 
 
-class Stage:
-    """A part as a pipeline runs it: its input is a leaf, and its output has a backward pass of its own."""
-
-    def __init__(self, part):
-        self.part, self.inside, self.outside = part, {}, {}
-
-    def forward(self, i, x):
-        self.inside[i] = x.detach().requires_grad_()
-        self.outside[i] = self.part(self.inside[i])
-        return self.outside[i]
-
-    def backward(self, i, gradient=None):
-        self.outside.pop(i).backward(gradient)
-        return self.inside.pop(i).grad
+def sent(z):
+    """What the second part sees in a pipeline: a leaf, so that each part has a backward pass of its own."""
+    return z.detach().requires_grad_()
 
 
-def pipelined(order):
-    """Forwards and backwards in an order of (is_forward, stage, micro-batch)."""
-
-    def run(parts, batches):
-        stages, sent, back = [Stage(part) for part in parts], {}, {}
-        for forward, s, i in order(len(parts), len(batches)):
-            if forward:
-                sent[s, i] = stages[s].forward(i, batches[i][0] if s == 0 else sent.pop((s - 1, i)))
-                if s == len(parts) - 1:
-                    stages[s].outside[i] = F.cross_entropy(sent.pop((s, i)), batches[i][1]) / len(batches)
-            else:
-                back[s, i] = stages[s].backward(i, None if s == len(parts) - 1 else back.pop((s + 1, i)))
-
-    return run
+def finish(z, leaf, value):
+    value.backward()
+    z.backward(leaf.grad)
 
 
-def all_forwards_first(stages, count):
+def all_forwards_first(parts, batches):
     """GPipe: backwards in the opposite order."""
-    yield from ((True, s, i) for i in range(count) for s in range(stages))
-    yield from ((False, s, i) for i in reversed(range(count)) for s in reversed(range(stages)))
+    (first, second), begun = parts, []
+    for x, y in batches:
+        z = first(x)
+        leaf = sent(z)
+        begun.append((z, leaf, F.cross_entropy(second(leaf), y) / len(batches)))
+    for one in reversed(begun):
+        finish(*one)
 
 
-def one_forward_one_backward(stages, count):
-    """The second micro-batch enters before the first has left."""
-    yield from ((True, s, 0) for s in range(stages))
-    for i in range(1, count):
-        yield True, 0, i
-        yield from ((False, s, i - 1) for s in reversed(range(stages)))
-        yield from ((True, s, i) for s in range(1, stages))
-    yield from ((False, s, count - 1) for s in reversed(range(stages)))
+def one_forward_one_backward(parts, batches):
+    """The next micro-batch enters before the last one has left."""
+    (first, second), last = parts, None
+    for x, y in batches:
+        z = first(x)
+        if last is not None:
+            finish(*last)
+        leaf = sent(z)
+        last = z, leaf, F.cross_entropy(second(leaf), y) / len(batches)
+    finish(*last)
 
 
-LOOPS = {
-    "chained": chained,
-    "gpipe": pipelined(all_forwards_first),
-    "1f1b": pipelined(one_forward_one_backward),
-}
+LOOPS = {"chained": chained, "gpipe": all_forwards_first, "1f1b": one_forward_one_backward}
 #: All orders for methods that count examples or calls differently; the most revealing order for the others.
 ORDERS = [(m, loop) for m in METHODS for loop in (LOOPS if m in ("kfac", "intra", "hylo") else ["gpipe"])]
 orders = pytest.mark.parametrize(("method", "loop"), ORDERS)

@@ -27,7 +27,6 @@ from tests.support.warned import silent
 D, H, T, N = 3, 4, 5, 3
 LAYERS = {"LSTM": nn.LSTM, "GRU": nn.GRU, "RNN": nn.RNN}
 CELLS = {"LSTMCell": nn.LSTMCell, "GRUCell": nn.GRUCell, "RNNCell": nn.RNNCell}
-layers = pytest.mark.parametrize("kind", LAYERS)
 
 
 def build(kind: str, *sizes: int, **options) -> nn.Module:
@@ -387,7 +386,7 @@ def test_a_subclass_keeps_what_it_adds(copied):
     assert_equal(outcome(twin, [noise(T, N, D)]), outcome(plain, [noise(T, N, D)]))
 
 
-@layers
+@pytest.mark.parametrize("kind", LAYERS)
 def test_flattened_weights_do_no_harm_and_one_parametrized_later_is_not_computed_at_every_step(kind):
     counted = []
 
