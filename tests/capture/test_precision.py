@@ -31,7 +31,13 @@ def relative(actual, expected) -> float:
     return float((actual.double() - expected).norm() / expected.norm())
 
 
-@each(kind=MODELS.keys(), dtype=[torch.bfloat16, torch.float16], inside=[False, True], compiled=[False, True])
+@each(
+    lambda kind, compiled, **_: kind == "mlp" or not compiled,
+    kind=MODELS.keys(),
+    dtype=[torch.bfloat16, torch.float16],
+    inside=[False, True],
+    compiled=[False, True],
+)
 def test_autocast_gives_float32_factors_of_the_right_size(kind, dtype, inside, compiled):
     """Some loops keep backward (and the step) under autocast; statistics must still be float32 products."""
     torch.compiler.reset()

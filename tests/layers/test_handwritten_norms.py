@@ -45,11 +45,13 @@ class LlamaNorm(nn.Module):
 class Own(nn.Module):
     """Parameters by their names, and a function of the module and its input."""
 
-    def __init__(self, function: Callable[[nn.Module, Tensor], Tensor], size: int, *names: str) -> None:
+    def __init__(
+        self, function: Callable[[nn.Module, Tensor], Tensor], size: int, *names: str, eps: float = 1e-5
+    ) -> None:
         super().__init__()
         for name in names:
             setattr(self, name, nn.Parameter(torch.ones(size)))
-        self.function = function
+        self.function, self.eps = function, eps
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function(self, x)
@@ -57,12 +59,12 @@ class Own(nn.Module):
 
 def annotated(m: nn.Module, x: Tensor) -> Tensor:
     """That of the Annotated Transformer: eps is outside of the root, and the deviation is unbiased."""
-    return m.a_2 * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-2) + m.b_2
+    return m.a_2 * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + m.eps) + m.b_2
 
 
 def gemma(m: nn.Module, x: Tensor) -> Tensor:
     """Its scale is 1 + w."""
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 3e-3) * (1 + m.weight)
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + m.eps) * (1 + m.weight)
 
 
 def bias_first(m: nn.Module, x: Tensor) -> Tensor:
@@ -81,9 +83,9 @@ class ConvertingNorm(nn.LayerNorm):
 NORMS = {
     "nanoGPT": (NanoGPTNorm, ("weight", "bias")),
     "nanoGPT without bias": (lambda size: NanoGPTNorm(size, bias=False), ("weight",)),
-    "annotated": (lambda size: Own(annotated, size, "a_2", "b_2"), ("a_2", "b_2")),
+    "annotated": (lambda size: Own(annotated, size, "a_2", "b_2", eps=1e-2), ("a_2", "b_2")),
     "Llama": (LlamaNorm, ("weight",)),
-    "Gemma": (lambda size: Own(gemma, size, "weight"), ("weight",)),
+    "Gemma": (lambda size: Own(gemma, size, "weight", eps=3e-3), ("weight",)),
     "bias first": (lambda size: Own(bias_first, size, "one", "two"), ("two", "one")),
     "CLIP": (ConvertingNorm, ("weight", "bias")),
 }
