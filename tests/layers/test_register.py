@@ -214,24 +214,25 @@ class ChannelsFirst(nn.Linear):
 
 
 class SecondOutput(torch.autograd.Function):
-    """Returns a sum, and the outputs of a linear layer."""
+    """Returns a sum, and the outputs ``[N, d, S]`` of a linear layer."""
 
     @staticmethod
     def forward(ctx, x, weight):
         ctx.save_for_backward(x, weight)
-        return x.square().sum(), x @ weight.T
+        return x.square().sum(), (x @ weight.T).mT.contiguous()
 
     @staticmethod
     def backward(ctx, _, g):
         x, weight = ctx.saved_tensors
-        return g @ weight, g.flatten(0, 1).T @ x.flatten(0, 1)
+        return g.mT @ weight, g.mT.flatten(0, 1).T @ x.flatten(0, 1)
 
 
 class Fused(ChannelsFirst):
     """A layer that computes its outputs together with others."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return SecondOutput.apply(x, self.weight)[1].transpose(1, 2)
+        outputs = SecondOutput.apply(x, self.weight)[1]
+        return outputs.view(outputs.shape)
 
 
 class ChannelsFirstAdapter(secondorder.Adapter):
