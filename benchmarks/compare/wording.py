@@ -124,10 +124,19 @@ def _trials(results: Results) -> list[str]:
 
 
 def _second_rates(results: Results, seeds: int) -> list[str]:
-    if not statistics.select(results, "long"):
+    shown = []
+    for run in statistics.select(results, "long"):
+        counted = next(
+            (r for r in statistics.select(results, "final", run["optimizer"]) if r["seed"] == run["seed"]), None
+        )
+        found = [f"{number(statistics.final_loss(r))} at × {r['factor']:.3g}" for r in (counted, run) if r]
+        shown.append(f"{run['label']} {' and '.join(found)}")
+    if not shown:
         return []
-    head = "The leaders also completed a run at the next lower rate."
-    return [f"{head} The better rate then ran with {_seeds(seeds)}."]
+    return [
+        f"The leaders also completed a run at the next lower rate. The better rate then ran with {_seeds(seeds)}. "
+        f"Losses of the first seed, by multiple of the recipe's rate: {'; '.join(shown)}."
+    ]
 
 
 def _seeds(count: int) -> str:
@@ -155,6 +164,8 @@ def _edges(results: Results) -> list[str]:
 def _machines(results: Results) -> list[str]:
     used = sorted({run["machine"] for run in results["runs"]})
     machines = [results["machines"][index] for index in used]
+    if len({machine["processor"] for machine in machines}) > 1:
+        return ["The runs used different processors, so their seconds are not comparable."]
     rates = [machine["gemm_gflops"]["median"] for machine in machines]
     if rates and max(rates) > _DIFFERENT * min(rates):
         return [
