@@ -4,12 +4,12 @@ Only ``python -m benchmarks fetch`` uses this module. It downloads with ``pooch`
 """
 
 import gzip
-import importlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from benchmarks.workloads import WorkloadName
+from benchmarks.workloads.base import optional_package
 
 Unpack = Literal["tar", "zip", "gzip"]
 """How to unpack a file. ``gzip`` compresses it instead, and adds ``.gz`` to its name."""
@@ -147,16 +147,9 @@ BY_HAND: dict[WorkloadName, str] = {
 """Workloads whose data cannot be downloaded automatically, and why."""
 
 
-def pooch() -> Any:
-    try:
-        return importlib.import_module("pooch")
-    except ImportError as err:
-        raise ValueError(f"fetching data needs the package: pip install pooch ({err})") from err
-
-
 def fetch(data_set: DataSet, data_dir: Path, only: str = "") -> list[Path]:
     """Download and unpack files. A file that exists and has the right checksum is not downloaded again."""
-    downloader, folder = pooch(), data_dir / data_set.folder
+    downloader, folder = optional_package("pooch", "download"), data_dir / data_set.folder
     unpackers = {"tar": downloader.Untar, "zip": downloader.Unzip}
     found = []
     for file in data_set.files:

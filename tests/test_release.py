@@ -93,12 +93,14 @@ def names_of(requirements: list[Requirement]) -> set[str]:
 
 
 def test_every_requirement_has_a_pin_that_satisfies_it() -> None:
-    pins = {canonicalize_name(pin.name): pin for pin in PINS if pin.marker is None or pin.marker.evaluate()}
+    pins = {
+        canonicalize_name(pin.name): pin for pin in [*PINS, *TRAINERS] if pin.marker is None or pin.marker.evaluate()
+    }
     for requirement in REQUIREMENTS:
         if requirement.name == PROJECT["name"]:  # an extra that includes another
             continue
         pin = pins.get(canonicalize_name(requirement.name))
-        assert pin is not None, f"constraints.txt has no pin for {requirement}"
+        assert pin is not None, f"there is no pin for {requirement}"
         (exact,) = pin.specifier
         assert exact.operator == "=="
         assert requirement.specifier.contains(exact.version), f"{pin} does not satisfy {requirement}"

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -164,6 +165,14 @@ def find_folder(candidates: Iterable[Path], files: Sequence[str], origin: str, h
     if lacking[best]:
         raise DataMissingError(best, lacking[best], origin, hint)
     return best
+
+
+def optional_package(module: str, extra: str) -> Any:
+    """Import a module that only an extra of this package installs."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as err:
+        raise ValueError(f'{module.partition(".")[0]} is not installed: pip install "secondorder[{extra}]"') from err
 
 
 @contextmanager

@@ -17,58 +17,38 @@ from torch.nn import functional as F
 from benchmarks.workloads.base import Batch, Classification, DataMissingError, Size, evaluating, find_folder, seeded
 
 
-def dropping(share: float) -> nn.Module:
-    return nn.Dropout(share) if share else nn.Identity()
-
-
 class Attention(nn.Module):
-    """Self-attention with separate projections."""
+    """Causal self-attention with separate projections."""
 
-    def __init__(self, width: int, heads: int, causal: bool, dropout: float = 0.0) -> None:
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
-        self.heads, self.causal, self.dropout = heads, causal, dropout
+        self.heads, self.dropout = heads, dropout
 
-    def forward(self, x: Tensor, allowed: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         split = (batch, length, self.heads, width // self.heads)
         q, k, v = (layer(x).view(split).transpose(1, 2) for layer in (self.query, self.key, self.value))
         dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, dropout_p=dropout, is_causal=self.causal)
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, width))
         return out
 
 
 class Layer(nn.Module):
-    """A pre-norm or post-norm transformer layer."""
+    """A pre-norm transformer layer."""
 
-    def __init__(
-        self,
-        width: int,
-        heads: int,
-        *,
-        causal: bool = True,
-        norm_first: bool = True,
-        eps: float = 1e-5,
-        activation: Callable[[], nn.Module] = nn.GELU,
-        dropout: float = 0.0,
-    ) -> None:
+    def __init__(self, width: int, heads: int, activation: Callable[[], nn.Module], dropout: float) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width, eps), nn.LayerNorm(width, eps)
-        self.attention = Attention(width, heads, causal, dropout)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width, heads, dropout)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), activation(), nn.Linear(4 * width, width))
-        self.dropout = dropping(dropout)
-        self.norm_first = norm_first
+        self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """Return the next hidden states. The arguments are those of :meth:`Attention.forward`."""
-        if self.norm_first:
-            x = x + self.dropout(self.attention(self.norm1(x), allowed))
-            first: Tensor = x + self.dropout(self.mlp(self.norm2(x)))
-            return first
-        x = self.norm1(x + self.dropout(self.attention(x, allowed)))
-        last: Tensor = self.norm2(x + self.dropout(self.mlp(x)))
-        return last
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.norm1(x)))
+        out: Tensor = x + self.dropout(self.mlp(self.norm2(x)))
+        return out
 
 
 class GPT(nn.Module):
@@ -91,10 +71,8 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
-        self.dropout = dropping(dropout)
-        self.layers = nn.Sequential(
-            *(Layer(width, heads, activation=activation, dropout=dropout) for _ in range(layers))
-        )
+        self.dropout = nn.Dropout(dropout)
+        self.layers = nn.Sequential(*(Layer(width, heads, activation, dropout) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=not tied)
         if tied:

@@ -5,7 +5,7 @@ The files are those of gluebenchmark.com: tab-separated, without quoting, in one
 ``dev``. The loss is the cross-entropy of the class or, for STS-B, the squared error of the score.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
@@ -15,9 +15,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from benchmarks.workloads.base import Batch, Size, cross_entropy, evaluating, find_folder
-from benchmarks.workloads.bert import POSITIONS, Bert, Encoding, WordPieces, new_head, trimmed
-from benchmarks.workloads.chargpt import dropping
+from benchmarks.workloads.base import Batch, Size, cross_entropy, find_folder
+from benchmarks.workloads.bert import POSITIONS, Encoding, rows_of
 from secondorder import Likelihood
 
 ORIGIN = "https://gluebenchmark.com/tasks"
@@ -50,11 +49,6 @@ class Task:
     gaps: bool = False
     """Whether the published file has incomplete lines, which are skipped."""
 
-    @property
-    def outputs(self) -> int:
-        """Number of outputs of the model, which is 1 for scores."""
-        return len(self.classes) or 1
-
 
 _PAIR = ("sentence1", "sentence2")
 _THREE = ("entailment", "neutral", "contradiction")
@@ -70,12 +64,6 @@ TASKS: dict[str, Task] = {
     "rte": Task("RTE", _PAIR, classes=_ENTAILED),
     "wnli": Task("WNLI", _PAIR),
 }
-
-
-def find_task(name: str) -> Task:
-    if name not in TASKS:
-        raise ValueError(f"task must be one of {', '.join(TASKS)}, got {name!r}")
-    return TASKS[name]
 
 
 def find_files(data_dir: Path, task: Task) -> tuple[Path, list[Path]]:
@@ -119,36 +107,18 @@ def _label(text: str, task: Task, where: str) -> float:
         raise ValueError(f"{where}: {task.label} must be a number, got {text!r}") from None
 
 
-def encode_sentences(texts: Iterable[tuple[str, ...]], pieces: WordPieces, length: int) -> Tensor:
-    """Convert examples of one or two sentences to tokens. If they are too long, the longer sentence is truncated."""
-    rows = []
-    for sentences in texts:
-        parts = [[piece.number for piece in pieces.encode(sentence)] for sentence in sentences]
-        while sum(map(len, parts)) > length - 1 - len(parts):
-            max(parts, key=len).pop()
-        row = [pieces.begin, *(number for part in parts for number in (*part, pieces.separator))]
-        rows.append(row + [pieces.padding] * (length - len(row)))
-    return torch.tensor(rows, dtype=torch.int32)
-
-
 # ---------------------------------------------------------------------- metrics
-Marks = Callable[[Tensor, Tensor], dict[str, float]]
-
-
-def mark(name: str, task: Task) -> Marks:
-    if not task.classes:
-        return correlations
+def marks(name: str, found: Tensor, right: Tensor) -> dict[str, float]:
+    """Return the metrics of a task by name, from predicted classes or scores."""
+    if not TASKS[name].classes:
+        return correlations(found, right)
     metrics = import_module("sklearn.metrics")
-
-    def marks(found: Tensor, right: Tensor) -> dict[str, float]:
-        marked = {"accuracy": float((found == right).float().mean())}
-        if name in {"qqp", "mrpc"}:
-            marked["F1"] = float(metrics.f1_score(right, found, zero_division=0))
-        if name == "cola":
-            marked["Matthews correlation"] = float(metrics.matthews_corrcoef(right, found))
-        return marked
-
-    return marks
+    marked = {"accuracy": float(metrics.accuracy_score(right, found))}
+    if name in {"qqp", "mrpc"}:
+        marked["F1"] = float(metrics.f1_score(right, found, zero_division=0))
+    if name == "cola":
+        marked["Matthews correlation"] = float(metrics.matthews_corrcoef(right, found))
+    return marked
 
 
 def correlations(found: Tensor, right: Tensor) -> dict[str, float]:
@@ -160,25 +130,8 @@ def correlations(found: Tensor, right: Tensor) -> dict[str, float]:
     return {name: float(test(found.double().numpy(), right.double().numpy()).statistic) for name, test in pairs.items()}
 
 
-def labels_tensor(labels: Sequence[float], task: Task) -> Tensor:
-    return torch.tensor(labels).long() if task.classes else torch.tensor(labels).float()[:, None]
-
-
-EVAL_SENTENCES = 256
-EVAL_BATCHES = 4
-
-
-class SentenceModel(nn.Module):
-    """An encoder with a pooler and a linear head."""
-
-    def __init__(self, encoder: Bert, outputs: int, dropout: float) -> None:
-        super().__init__()
-        self.encoder, self.dropout = encoder, dropping(dropout)
-        self.head = new_head(encoder.width, outputs)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        out: Tensor = self.head(self.dropout(self.encoder.first(tokens)))
-        return out
+EVAL_SENTENCES = 1024
+"""Number of held-out examples that :meth:`Glue.evaluate` uses by default."""
 
 
 @dataclass(frozen=True)
@@ -187,11 +140,12 @@ class Glue(Encoding):
 
     batch_size: int = 32
     length: int = 64
-    """Maximum number of pieces per example. Longer examples are truncated."""
+    """Maximum number of pieces per example. Of longer examples, the longer sentence is truncated."""
     task: str = "mnli"
     """mnli, qqp, mrpc, stsb, sst2, qnli, cola, rte or wnli."""
 
     name: ClassVar[str] = "glue"
+    head: ClassVar[str] = "BertForSequenceClassification"
     steps: ClassVar[dict[Size, int]] = {"smoke": 12, "cpu": 150, "paper": 36_815}
     small: ClassVar[dict[str, Any]] = {"batch_size": 16, "encoder": "smallest", "length": 32, "vocabulary": 200}
     # BERT-base on MNLI for three epochs of its 392,702 pairs, as in the README of IST-DASLab/EFCP on GitHub. The batch
@@ -199,7 +153,8 @@ class Glue(Encoding):
     published: ClassVar[dict[str, Any]] = {"encoder": "base", "length": 128, "vocabulary": 30_522, "dropout": 0.1}
 
     def __post_init__(self) -> None:
-        find_task(self.task)
+        if self.task not in TASKS:
+            raise ValueError(f"task must be one of {', '.join(TASKS)}, got {self.task!r}")
         super().__post_init__()
         if not 8 <= self.length <= POSITIONS:
             raise ValueError(f"length must be from 8 to {POSITIONS}, got {self.length}")
@@ -214,12 +169,16 @@ class Glue(Encoding):
         """Categorical for classes, and Gaussian for scores."""
         return "categorical" if self._task.classes else "gaussian"
 
-    def model_of(self, shape: tuple[int, int, int], pieces: WordPieces) -> SentenceModel:
-        return SentenceModel(Bert(shape, pieces, self.dropout, pooled=True), self._task.outputs, self.dropout)
+    @property
+    def labels(self) -> int:
+        return len(self._task.classes) or 1
 
     def texts(self) -> Iterator[str]:
         for pair in self._files[0].texts:
             yield from pair
+
+    def logits(self, found: tuple[Tensor, ...], mask: Tensor) -> Tensor:
+        return found[0]
 
     def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if self._task.classes:
@@ -228,9 +187,9 @@ class Glue(Encoding):
 
     def evaluate(self, model: nn.Module, everything: bool = False) -> float:
         """Return the accuracy, or Pearson's correlation, on 1,024 examples of the validation set, or on all."""
-        tokens, labels = self._validation[0]
-        count = len(labels) if everything else EVAL_BATCHES * EVAL_SENTENCES
-        return next(iter(self._marks(model, tokens[:count], labels[:count]).values()))
+        inputs, labels = self._validation[0]
+        count = len(labels) if everything else EVAL_SENTENCES
+        return next(iter(self._marks(model, inputs[:count], labels[:count]).values()))
 
     def quality(self, model: nn.Module) -> dict[str, float]:
         files = find_files(self.data_dir, self._task)[1]
@@ -240,16 +199,14 @@ class Glue(Encoding):
             for name, value in self._marks(model, *data).items()
         }
 
-    def _marks(self, model: nn.Module, tokens: Tensor, labels: Tensor) -> dict[str, float]:
-        with evaluating(model):
-            parts = [model(trimmed(part, self.pieces.padding)).float() for part in tokens.split(EVAL_SENTENCES)]
-        outputs = torch.cat(parts)
+    def _marks(self, model: nn.Module, inputs: Tensor, labels: Tensor) -> dict[str, float]:
+        outputs = torch.stack(self.answers(model, inputs))
         found = outputs.argmax(1) if self._task.classes else outputs[:, 0]
-        return mark(self.task, self._task)(found, labels.flatten())
+        return marks(self.task, found, labels.flatten())
 
     @property
     def _task(self) -> Task:
-        return find_task(self.task)
+        return TASKS[self.task]
 
     @cached_property
     def _files(self) -> tuple[Sentences, list[Sentences]]:
@@ -265,5 +222,7 @@ class Glue(Encoding):
         return [self._encoded(sentences) for sentences in self._files[1]]
 
     def _encoded(self, sentences: Sentences) -> Batch:
-        tokens = encode_sentences(sentences.texts, self.pieces, self.length)
-        return tokens, labels_tensor(sentences.labels, self._task)
+        sides = [list(side) for side in zip(*sentences.texts, strict=True)]
+        labels = torch.tensor(sentences.labels)
+        targets = labels.long() if self._task.classes else labels.float()[:, None]
+        return torch.cat([rows_of(part) for part in self.encoded(*sides, truncation=True)]), targets

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,6 +28,7 @@ from benchmarks.workloads.base import (
     cross_entropy,
     evaluating,
     find_folder,
+    optional_package,
     seeded,
     shuffled_indices,
 )
@@ -99,10 +99,7 @@ def greedy(next_word: Decoder, batch: int, length: int) -> list[list[int]]:
 
 
 def bleu(translations: Sequence[Sequence[str]], references: Sequence[Sequence[str]]) -> float:
-    try:
-        sacrebleu = import_module("sacrebleu")
-    except ImportError as err:
-        raise ValueError("BLEU requires sacrebleu: install the extra `bench`") from err
+    sacrebleu = optional_package("sacrebleu", "bench")
     texts, right = ([" ".join(words) for words in side] for side in (translations, references))
     return float(sacrebleu.corpus_bleu(texts, [right], tokenize="none", force=True).score)
 
@@ -274,11 +271,11 @@ def read_sentences(path: Path) -> Sentences:
     return [line.split() for line in text.removesuffix("\n").split("\n")]
 
 
-def number_words(sentences: Iterable[Iterable[str]], size: int) -> dict[str, int]:
+def number_words(sentences: Iterable[Iterable[str]], size: int, special: Sequence[str] = SPECIAL) -> dict[str, int]:
     """Number the words by decreasing frequency. Ties are in alphabetical order."""
     counts = Counter(word for sentence in sentences for word in sentence)
-    ranked = sorted(counts.keys() - set(SPECIAL), key=lambda word: (-counts[word], word))
-    return {word: number for number, word in enumerate([*SPECIAL, *ranked[: size - len(SPECIAL)]])}
+    ranked = sorted(counts.keys() - set(special), key=lambda word: (-counts[word], word))
+    return {word: number for number, word in enumerate([*special, *ranked[: size - len(special)]])}
 
 
 def _next_word(model: Translator, memory: Tensor, padding: Tensor, words: Tensor) -> Tensor:

@@ -6,11 +6,7 @@ whole answer, or if there is none, both are 0, the position of the ``[CLS]`` tok
 """
 
 import json
-import re
-import string
-from bisect import bisect_left, bisect_right
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,31 +15,27 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from benchmarks.workloads.base import Batch, Classification, Size, evaluating, find_folder
-from benchmarks.workloads.bert import POSITIONS, Bert, Encoding, Piece, WordPieces, new_head, trimmed
+from benchmarks.workloads.base import Batch, Classification, Size, find_folder, optional_package
+from benchmarks.workloads.bert import PART, POSITIONS, Encoding, rows_of
 
-LONGEST_QUESTION = 64
-"""Maximum number of pieces of a question. Longer questions are truncated."""
 LONGEST_ANSWER = 30
 """Maximum number of pieces in an answer of the model."""
+ORIGIN = "https://rajpurkar.github.io/SQuAD-explorer/"
+HINT = "Put train-v2.0.json and dev-v2.0.json, or those of v1.1, into <data-dir>/squad."
+VERSIONS = (2.0, 1.1)
+EVAL_WINDOWS = 256
+"""Number of held-out windows that :meth:`BertQA.evaluate` uses by default."""
 
 
-class Answer(NamedTuple):
-    """A part of the text, and its start."""
-
-    text: str
-    start: int
-
-
-@dataclass(frozen=True)
-class Question:
+class Question(NamedTuple):
     """A question about a text."""
 
-    name: str
     context: str
     text: str
-    answers: tuple[Answer, ...]
+    answers: tuple[str, ...] = ()
     """Correct answers. There are none if the text does not contain the answer."""
+    start: int = 0
+    """Position of the first answer in the text."""
 
 
 def read_squad(path: Path) -> list[Question]:
@@ -62,175 +54,80 @@ def read_squad(path: Path) -> list[Question]:
 
 
 def _question(context: str, entry: dict[str, Any]) -> Question:
-    impossible = bool(entry.get("is_impossible", False))
-    answers = [] if impossible else [_answer(context, found) for found in entry["answers"]]
-    if not answers and not impossible:
+    if entry.get("is_impossible", False):
+        return Question(context, entry["question"])
+    if not entry["answers"]:
         raise ValueError(f"question {entry['id']} has no answer")
-    return Question(entry["id"], context, entry["question"], tuple(answers))
-
-
-def _answer(context: str, found: dict[str, Any]) -> Answer:
-    """Return an answer. If it is not at its given position, use the nearest position in the text."""
-    text, start = found["text"], found["answer_start"]
-    if context[start : start + len(text)] == text:
-        return Answer(text, start)
-    places = [match.start() for match in re.finditer(re.escape(text), context)]
-    if not places:
-        raise ValueError(f"answer {text!r} does not stand in its text")
-    return Answer(text, min(places, key=lambda place: abs(place - start)))
+    answers = tuple(answer["text"] for answer in entry["answers"])
+    if answers[0] not in context:
+        raise ValueError(f"answer {answers[0]!r} does not stand in its text")
+    return Question(context, entry["question"], answers, entry["answers"][0]["answer_start"])
 
 
 # ---------------------------------------------------------------------- windows
-class Place(NamedTuple):
-    """The part of a text that a window shows."""
-
-    question: int
-    """Index of the question."""
-    pieces: Sequence[Piece]
-    """All pieces of the text."""
-    begin: int
-    """Index of the first piece that is shown."""
-    shown: int
-    """Number of pieces that are shown."""
-    offset: int
-    """Position of the first piece in the window."""
-
-
-@dataclass(frozen=True)
-class Windows:
+class Windows(NamedTuple):
     """The inputs and targets of the model."""
 
-    tokens: Tensor
-    """``[count, length]``, as int32."""
+    inputs: Tensor
     targets: Tensor
     """Positions of the first and the last piece of the answer ``[count, 2]``."""
-    places: list[Place]
+    questions: Tensor
+    """Index of the question of each window."""
+    places: Tensor
+    """Start and end in the text of every piece ``[count, length, 2]``. Outside the text, both are 0."""
 
 
-def make_windows(questions: Sequence[Question], pieces: WordPieces, length: int, stride: int) -> Windows:
-    if length < LONGEST_QUESTION + 4 and length < max(len(pieces.encode(q.text)) for q in questions) + 4:
-        raise ValueError(f"length must leave room for a text beside the question, got {length}")
-    texts: dict[str, list[Piece]] = {}
-    rows, targets, places = [], [], []
-    for number, question in enumerate(questions):
-        asked = [piece.number for piece in pieces.encode(question.text)[:LONGEST_QUESTION]]
-        if question.context not in texts:
-            texts[question.context] = pieces.encode(question.context)
-        text = texts[question.context]
-        span = answer_span(question, text)
-        head = [pieces.begin, *asked, pieces.separator]
-        for begin, count in _parts(len(text), length - len(head) - 1, stride):
-            row = [*head, *(piece.number for piece in text[begin : begin + count]), pieces.separator]
-            rows.append(row + [pieces.padding] * (length - len(row)))
-            place = Place(number, text, begin, count, len(head))
-            targets.append(_target(span, place))
-            places.append(place)
-    return Windows(torch.tensor(rows, dtype=torch.int32), torch.tensor(targets), places)
+def make_windows(questions: Sequence[Question], encoded: Iterable[Any]) -> Windows:
+    """Return the windows of questions and texts, which a tokenizer encodes ``PART`` at a time."""
+    parts = []
+    for number, part in enumerate(encoded):
+        owners = part["overflow_to_sample_mapping"] + number * PART
+        targets = [_target(part, window, questions[owner]) for window, owner in enumerate(owners.tolist())]
+        places = part["offset_mapping"] * part["token_type_ids"][..., None]
+        parts.append((rows_of(part), torch.tensor(targets), owners, places.int()))
+    return Windows(*map(torch.cat, zip(*parts, strict=True)))
 
 
-def _parts(count: int, room: int, stride: int) -> Iterator[tuple[int, int]]:
-    """Yield the start and the length of overlapping parts that cover ``count`` pieces."""
-    begin = 0
-    while True:
-        yield begin, min(room, count - begin)
-        if begin + room >= count:
-            return
-        begin += max(1, room - stride)
-
-
-def answer_span(question: Question, text: Sequence[Piece]) -> tuple[int, int] | None:
+def _target(encoded: Any, window: int, question: Question) -> tuple[int, int]:
     if not question.answers:
-        return None
-    answer, start = question.answers[0]
-    first = bisect_right(text, start, key=lambda piece: piece.stop)
-    last = bisect_left(text, start + len(answer), key=lambda piece: piece.start) - 1
-    return (first, last) if first <= last else None
-
-
-def _target(span: tuple[int, int] | None, place: Place) -> tuple[int, int]:
-    if span is None or span[0] < place.begin or span[1] >= place.begin + place.shown:
         return 0, 0
-    shift = place.offset - place.begin
-    return span[0] + shift, span[1] + shift
+    answer = question.answers[0]
+    first = question.start + len(answer) - len(answer.lstrip())
+    ends = [encoded.char_to_token(window, place, 1) for place in (first, question.start + len(answer.rstrip()) - 1)]
+    return (0, 0) if None in ends else (ends[0], ends[1])
 
 
 # ---------------------------------------------------------------------- answers
-def best_answers(questions: Sequence[Question], places: Sequence[Place], logits: Sequence[Tensor]) -> list[str]:
+def best_answers(questions: Sequence[Question], windows: Windows, logits: Sequence[Tensor]) -> list[str]:
+    """Return the best spans over all windows, from logits of starts and ends ``[2, length]`` of each window."""
     may_be_empty = any(not question.answers for question in questions)
     best: list[tuple[float, str]] = [(-float("inf"), "") for _ in questions]
     nothing = [float("inf") for _ in questions]
-    for place, pair in zip(places, logits, strict=True):
-        number = place.question
+    for number, places, pair in zip(windows.questions.tolist(), windows.places, logits, strict=True):
         nothing[number] = min(nothing[number], float(pair[:, 0].sum()))
-        score, first, last = _best_span(pair[:, place.offset : place.offset + place.shown])
+        score, first, last = _best_span(pair.masked_fill(places[: pair.shape[1], 1] == 0, -float("inf")))
         if score > best[number][0]:
-            pieces = place.pieces[place.begin : place.begin + place.shown]
-            best[number] = score, questions[number].context[pieces[first].start : pieces[last].stop]
+            best[number] = score, questions[number].context[places[first, 0] : places[last, 1]]
     return ["" if may_be_empty and none > score else text for (score, text), none in zip(best, nothing, strict=True)]
 
 
 def _best_span(logits: Tensor) -> tuple[float, int, int]:
     """Return the largest sum of both logits over valid spans, with the first and the last piece of the span."""
-    count = logits.shape[1]
-    if not count:
-        return -float("inf"), 0, 0
     sums = logits[0][:, None] + logits[1][None, :]
-    allowed = torch.ones(count, count, dtype=torch.bool).triu().tril(LONGEST_ANSWER - 1)
+    allowed = torch.ones_like(sums, dtype=torch.bool).triu().tril(LONGEST_ANSWER - 1)
     where = int(sums.masked_fill(~allowed, -float("inf")).argmax())
-    first, last = divmod(where, count)
+    first, last = divmod(where, len(sums))
     return float(sums[first, last]), first, last
 
 
-# ---------------------------------------------------------------------- metrics
-def normalise(text: str) -> str:
-    """Normalize an answer: convert it to lower case, and remove punctuation, articles and repeated spaces."""
-    plain = "".join(character for character in text.lower() if character not in string.punctuation)
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", plain).split())
-
-
-def exact_match(answer: str, right: str) -> float:
-    return float(normalise(answer) == normalise(right))
-
-
-def f1(answer: str, right: str) -> float:
-    given, wanted = normalise(answer).split(), normalise(right).split()
-    if not given or not wanted:
-        return float(given == wanted)
-    shared = sum((Counter(given) & Counter(wanted)).values())
-    return 2 * shared / (len(given) + len(wanted))
-
-
 def marks(questions: Sequence[Question], answers: Sequence[str]) -> dict[str, float]:
-    kinds: dict[str, Callable[[str, str], float]] = {"exact match, %": exact_match, "F1, %": f1}
-    return {
-        name: 100 * sum(_nearest(mark, *pair) for pair in zip(questions, answers, strict=True)) / len(questions)
-        for name, mark in kinds.items()
-    }
-
-
-def _nearest(mark: Callable[[str, str], float], question: Question, answer: str) -> float:
-    right = [text for text, _ in question.answers if normalise(text)] or [""]
-    return max(mark(answer, text) for text in right)
-
-
-ORIGIN = "https://rajpurkar.github.io/SQuAD-explorer/"
-HINT = "Put train-v2.0.json and dev-v2.0.json, or those of v1.1, into <data-dir>/squad."
-VERSIONS = (2.0, 1.1)
-EVAL_WINDOWS = 256
-
-
-class SpanModel(nn.Module):
-    """An encoder with a head that returns two logits per position."""
-
-    def __init__(self, encoder: Bert) -> None:
-        super().__init__()
-        self.encoder = encoder
-        self.head = new_head(encoder.width, 2)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits ``[batch, 2, length]`` of the start and the end of the answer."""
-        logits: Tensor = self.head(self.encoder(tokens)).mT
-        return logits.masked_fill((tokens == self.encoder.padding)[:, None], torch.finfo(logits.dtype).min)
+    squad = optional_package("torchmetrics.functional.text", "text").squad
+    right = [list(question.answers) or [""] for question in questions]
+    found = squad(
+        [{"id": str(number), "prediction_text": answer} for number, answer in enumerate(answers)],
+        [{"id": str(n), "answers": {"text": texts, "answer_start": [0] * len(texts)}} for n, texts in enumerate(right)],
+    )
+    return {"exact match, %": float(found["exact_match"]), "F1, %": float(found["f1"])}
 
 
 @dataclass(frozen=True)
@@ -243,6 +140,8 @@ class BertQA(Encoding, Classification):
     """2.0 or 1.1. The default is 2.0 if its files exist."""
 
     name: ClassVar[str] = "bert_qa"
+    head: ClassVar[str] = "BertForQuestionAnswering"
+    labels: ClassVar[int] = 2
     metric: ClassVar[str] = "validation loss"
     steps: ClassVar[dict[Size, int]] = {"smoke": 12, "cpu": 150, "paper": 21_720}
     small: ClassVar[dict[str, Any]] = {
@@ -262,34 +161,26 @@ class BertQA(Encoding, Classification):
         if self.version not in (None, *VERSIONS):
             raise ValueError(f"version must be 2.0 or 1.1, got {self.version}")
 
-    def model_of(self, shape: tuple[int, int, int], pieces: WordPieces) -> SpanModel:
-        return SpanModel(Bert(shape, pieces, self.dropout))
-
     def texts(self) -> Iterator[str]:
         for question in self._questions[0]:
             yield from (question.context, question.text)
 
+    def logits(self, found: tuple[Tensor, ...], mask: Tensor) -> Tensor:
+        """Return the logits ``[batch, 2, length]`` of the start and the end of the answer, which is not in padding."""
+        ends = torch.stack(found, 1)
+        return ends.masked_fill(mask[:, None] == 0, torch.finfo(ends.dtype).min)
+
     def evaluate(self, model: nn.Module, everything: bool = False) -> float:
         """Return the loss on the first 256 windows of the validation set, or on all windows."""
-        windows = self._validation[1]
-        count = len(windows.tokens) if everything else min(EVAL_WINDOWS, len(windows.tokens))
-        total = 0.0
-        with evaluating(model):
-            for part in torch.arange(count).split(EVAL_WINDOWS):
-                batch = trimmed(windows.tokens[part], self.pieces.padding), windows.targets[part]
-                total += len(part) * float(self.loss(model, batch))
-        return total / count
+        inputs, targets = self._validation[:2]
+        count = len(inputs) if everything else EVAL_WINDOWS
+        logits = self.answers(model, inputs[:count])
+        losses = [self.criterion(pair, target) for pair, target in zip(logits, targets[:count], strict=True)]
+        return float(torch.stack(losses).mean())
 
     def quality(self, model: nn.Module) -> dict[str, float]:
-        questions, windows = self._validation
-        return marks(questions, self.answers(model, questions, windows))
-
-    def answers(self, model: nn.Module, questions: list[Question], windows: Windows) -> list[str]:
-        logits: list[Tensor] = []
-        with evaluating(model):
-            for part in windows.tokens.split(EVAL_WINDOWS):
-                logits += model(trimmed(part, self.pieces.padding)).float().unbind()
-        return best_answers(questions, windows.places, logits)
+        logits = self.answers(model, self._validation.inputs)
+        return marks(self._questions[1], best_answers(self._questions[1], self._validation, logits))
 
     @cached_property
     def _questions(self) -> tuple[list[Question], list[Question]]:
@@ -299,14 +190,19 @@ class BertQA(Encoding, Classification):
     @cached_property
     def train(self) -> Batch:
         windows = self._windows(self._questions[0])
-        return windows.tokens, windows.targets
+        return windows.inputs, windows.targets
 
     @cached_property
-    def _validation(self) -> tuple[list[Question], Windows]:
-        return self._questions[1], self._windows(self._questions[1])
+    def _validation(self) -> Windows:
+        return self._windows(self._questions[1])
 
     def _windows(self, questions: list[Question]) -> Windows:
-        return make_windows(questions, self.pieces, self.length, self.stride)
+        asked, contexts = [question.text for question in questions], [question.context for question in questions]
+        needed = self.stride + 4 + max(map(len, self.tokenizer(asked, add_special_tokens=False)["input_ids"]))
+        if self.length < needed:
+            raise ValueError(f"length must be at least {needed} for the longest question, got {self.length}")
+        options = {"return_overflowing_tokens": True, "return_offsets_mapping": True, "stride": self.stride}
+        return make_windows(questions, self.encoded(asked, contexts, truncation="only_second", **options))
 
     @property
     def _files(self) -> tuple[Path, Path]:

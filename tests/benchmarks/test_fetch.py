@@ -64,7 +64,7 @@ def test_a_workload_that_cannot_be_fetched_is_an_error(tmp_path, capsys, asked, 
     for words, message in [
         ({"workload": "resnet50"}, r"resnet50 cannot be fetched: ImageNet asks for an account: https://"),
         ({"workload": "bert_qa", "only": "v3"}, r"--only v3: no such file of bert_qa, only train-v2\.0\.json"),
-        ({"workload": "chargpt"}, "fetching data needs the package: pip install pooch"),
+        ({"workload": "chargpt"}, r'pooch is not installed: pip install "secondorder\[download\]"'),
     ]:
         with pytest.raises(ValueError, match=message):
             Fetch(data_dir=tmp_path, **words).run()

@@ -1,35 +1,22 @@
 """Every recipe builds an optimizer that trains, and plain values become keywords of its constructor."""
 
-from functools import partial
-
 import pytest
 import torch
 
 from benchmarks.recipes import METHODS, VARIANTS
-from benchmarks.runner import Trainer
-from benchmarks.workloads import WORKLOADS, make_workload
+from benchmarks.workloads import WORKLOADS
+from tests.support.workloads import WITHOUT_BERT, check_recipe, trainer_of
 
 LAYERED = ["kfac", "hylo", "ekfac_natural", "ekfac_whiten", "kfac_adaptive", "ekfac_adaptive", "ekfac_orthogonal"]
-RECIPES = [(name, workload) for name in LAYERED for workload in METHODS[name].recipes]
+RECIPES = [(name, workload) for name in LAYERED for workload in METHODS[name].recipes if workload in WITHOUT_BERT]
 # By default, every fifth pair of a method and a workload, and all methods on one workload.
 BY_DEFAULT = [*RECIPES[::5], *((name, workload) for name, workload in RECIPES if workload == "digits")]
 CASES = [pytest.param(*case, marks=() if case in BY_DEFAULT else pytest.mark.slow) for case in RECIPES]
 
 
-def _trainer(name, workload, data_dir, **changes):
-    method = METHODS[name]
-    make, closure = partial(method.build, workload=workload, changes=changes), method.needs_closure(workload, changes)
-    return Trainer(name, make_workload(workload, data_dir, "smoke"), make, closure=closure)
-
-
 @pytest.mark.parametrize(("name", "workload"), CASES)
 def test_a_recipe_takes_steps(name, workload, data_dir):
-    trainer = _trainer(name, workload, data_dir)
-    for _ in range(3):
-        trainer.step()
-    assert not trainer.diverged
-    assert trainer.optimizer.diagnostics()["skipped_steps"] == 0
-    assert trainer.optimizer.diagnostics()["refresh_failures"] == 0
+    check_recipe(name, workload, data_dir)
 
 
 def test_every_method_except_for_variants_has_a_recipe_for_every_workload():
@@ -50,7 +37,7 @@ def test_ekfac_has_one_of_two_exponents_on_every_workload():
 
 
 def test_skipped_layers_follow_the_fallback(data_dir):
-    trainer = _trainer("kfac", "chargpt", data_dir, skip_layers="LayerNorm,Embedding,head")
+    trainer = trainer_of("kfac", "chargpt", data_dir, skip_layers="LayerNorm,Embedding,head")
     rows = trainer.optimizer.describe().splitlines()
     skipped = {row.split()[0] for row in rows if "left out by skip_layers" in row}
     norms = {f"{name}.{part}" for name in ("layers.0.norm1", "layers.0.norm2", "norm") for part in ("weight", "bias")}
@@ -67,7 +54,7 @@ def test_a_closure_is_needed_only_if_the_loss_is_judged():
 
 @pytest.mark.parametrize("name", ["kfac_adaptive", "ekfac_adaptive"])
 def test_adaptive_damping_moves_with_the_exact_model(name, data_dir):
-    trainer = _trainer(name, "digits", data_dir, damping=0.5, damping_interval=2)
+    trainer = trainer_of(name, "digits", data_dir, damping=0.5, damping_interval=2)
     for _ in range(4):
         trainer.step()
     found = trainer.optimizer.diagnostics()
@@ -77,8 +64,8 @@ def test_adaptive_damping_moves_with_the_exact_model(name, data_dir):
 
 
 def test_the_fisher_of_the_models_own_predictions_is_observed(data_dir):
-    trainer = _trainer("ekfac_natural", "multi30k", data_dir, fisher="mc", factor_update_steps=1, inv_update_steps=1)
-    empirical = _trainer("ekfac_natural", "multi30k", data_dir, factor_update_steps=1, inv_update_steps=1)
+    trainer = trainer_of("ekfac_natural", "multi30k", data_dir, fisher="mc", factor_update_steps=1, inv_update_steps=1)
+    empirical = trainer_of("ekfac_natural", "multi30k", data_dir, factor_update_steps=1, inv_update_steps=1)
     for _ in range(2):
         trainer.step()
         empirical.step()

@@ -5,30 +5,18 @@ import json
 import pytest
 
 from benchmarks.cli import main
-from benchmarks.workloads import WORKLOADS, DataMissingError
+from benchmarks.workloads import DataMissingError
 from benchmarks.workloads.tiny import found_or_made_up
+from tests.support.workloads import WITHOUT_BERT, check_made_up_data
 
-NEED_NONE = ("digits", "poisson")  # the former is part of scikit-learn, and the latter is a formula
-BY_DEFAULT = ("resnet18", "glue")
-CASES = [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.slow) for name in WORKLOADS]
+CASES = [pytest.param(name, marks=() if name == "resnet18" else pytest.mark.slow) for name in WITHOUT_BERT]
 
 
 @pytest.mark.usefixtures("known_machine")
 @pytest.mark.parametrize("workload", CASES)
 def test_compare_needs_no_data(workload, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)  # has no folder of data
-    words = ["compare", "--workload", workload, "--size", "smoke", "--steps", "3"]
-    assert main([*words, "--optimizers", "sgd", "muon", "kfac", "--out-dir", "out"]) == 0
-    found = json.loads((tmp_path / "out" / f"compare-{workload}-smoke.json").read_text(encoding="utf-8"))
-    finals = [run for run in found["runs"] if run["phase"] == "final"]
-    assert [(run["optimizer"], run["taken"], run["failed"]) for run in finals] == [
-        (name, 3, None) for name in ("sgd", "muon", "kfac")
-    ]
-    made_up = workload not in NEED_NONE
-    page = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
-    reported = "made-up data" in capsys.readouterr().out
-    assert ("generated at random" in page) == reported == found["made_up_data"] == made_up
-    assert str(tmp_path) not in page
+    check_made_up_data(workload, tmp_path, capsys)
 
 
 def test_train_needs_no_data_in_the_small_size(tmp_path, monkeypatch, capsys):

@@ -1,6 +1,5 @@
-"""Workloads on text: GPT-2 and its byte pairs, the character model, translations and their BLEU."""
+"""Workloads on text: GPT-2, the character model, translations and their BLEU."""
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +10,10 @@ import torch
 from benchmarks.workloads import DataMissingError, make_workload, multi30k
 from benchmarks.workloads.base import cross_entropy
 from benchmarks.workloads.chargpt import CharGPT
-from benchmarks.workloads.gpt2 import GPT2, BytePairs, byte_characters, split_words
+from benchmarks.workloads.gpt2 import GPT2
 from benchmarks.workloads.multi30k import BEGIN, END, TEST_FILES, Multi30k, bleu, greedy
 from benchmarks.workloads.tiny import write_sentences
 from secondorder import EKFAC, KFAC, HyLo
-
-MERGES = ["#version: 0.2", "Ġ l", "Ġl o", "w e", "e r", "Ġlo we"]
-TOKENS = ["l", "o", "w", "e", "r", "Ġ", "Ġl", "Ġlo", "we", "er", "Ġlowe", "Ã", "©", "Ċ"]
 
 
 # ---------------------------------------------------------------------- characters
@@ -109,59 +105,11 @@ def test_a_tied_head_has_a_block(method, data_dir):
     assert losses[-1] < losses[0]
 
 
-# ---------------------------------------------------------------------- byte pairs
-def _vocabulary(folder, merges=MERGES, tokens=TOKENS):
-    folder.mkdir(exist_ok=True)
-    (folder / "merges.txt").write_text("\n".join(merges) + "\n", encoding="utf-8")
-    (folder / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}), encoding="utf-8")
-    return folder
-
-
-def test_byte_pairs_by_hand(tmp_path):
-    """`` lower`` is Ġ l o w e r, which is merged to Ġl, Ġlo, we (before er) and Ġlowe, followed by r."""
-    pairs = BytePairs.read(_vocabulary(tmp_path))
-    assert [TOKENS[i] for i in pairs.encode("low lower\n")] == ["l", "o", "w", "Ġlowe", "r", "Ċ"]
-    assert [TOKENS[i] for i in pairs.encode("weer")] == ["we", "er"]
-    assert [TOKENS[i] for i in pairs.encode("é")] == ["Ã", "©"]  # two bytes
-    assert len(pairs) == len(TOKENS)
-
-
-def test_words_are_split_as_in_gpt2():
-    text = "I'll say: 2½ naïve  cafés,\n\n don't_x"
-    assert split_words(text) == [
-        "I", "'ll", " say", ":", " 2½", " naïve", " ", " cafés", ",", "\n\n", " don", "'t", "_", "x",
-    ]  # fmt: skip
-    assert "".join(split_words(text)) == text
-    characters = byte_characters()
-    assert len(set(characters.values())) == 256
-    assert [characters[ord(c)] for c in " \nA"] == ["Ġ", "Ċ", "A"]
-
-
-def test_damaged_vocabularies_are_refused(tmp_path):
-    with pytest.raises(DataMissingError, match=r"lacks vocab\.json, merges\.txt"):
-        BytePairs.read(tmp_path)
-    with pytest.raises(ValueError, match="two tokens a line, got 'a b c'"):
-        BytePairs.read(_vocabulary(tmp_path, merges=["a b c"]))
-    (_vocabulary(tmp_path) / "vocab.json").write_text("{")
-    with pytest.raises(ValueError, match="must hold a vocabulary of GPT-2"):
-        BytePairs.read(tmp_path)
-    (tmp_path / "vocab.json").write_text('["a"]')
-    with pytest.raises(ValueError, match="must hold the number of each token"):
-        BytePairs.read(tmp_path)
-    with pytest.raises(ValueError, match="lacks 'x', of 'x'"):
-        BytePairs.read(_vocabulary(tmp_path)).encode("x")
-
-
-def test_gpt2_uses_byte_pairs_if_they_exist(tmp_path):
-    folder = _vocabulary(tmp_path / "gpt2")
+def test_missing_byte_pairs_are_named(tmp_path):
     (tmp_path / "input.txt").write_text("low lower " * 60)
-    workload = replace(GPT2.of_size("paper", tmp_path), batch_size=2, context=8, width=16, layers=1, heads=2)
-    assert workload.pieces == str(folder)
-    tokens, targets = next(workload.batches(0))
-    assert tokens[:, 1:].equal(targets[:, :-1])
-    assert set(tokens.flatten().tolist()) <= {TOKENS.index(t) for t in ("l", "o", "w", "r", "Ġ", "Ġlo", "Ġlowe")}
-    assert workload.build_model(0)(tokens).shape == (2, 8, len(TOKENS))
-    assert GPT2.of_size("paper", tmp_path / "elsewhere").pieces is None
+    assert GPT2.of_size("paper", tmp_path).pieces is None
+    with pytest.raises(DataMissingError, match=r"lacks vocab\.json, merges\.txt"):
+        next(GPT2(tmp_path, pieces=str(tmp_path)).batches(0))
 
 
 # ---------------------------------------------------------------------- translation
