@@ -128,7 +128,7 @@ MEMBRANE = DataSet(
 
 DATA_SETS: dict[WorkloadName, tuple[DataSet, ...]] = {
     "autoencoder": (MNIST,),
-    "convnet": (MNIST,),
+    "logistic": (MNIST,),
     "resnet20": (CIFAR10,),
     "resnet32": (CIFAR10,),
     "resnet110": (CIFAR10,),

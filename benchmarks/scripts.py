@@ -17,9 +17,9 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.workloads.base import Batch, cross_entropy
+from benchmarks.workloads.base import Batch, cross_entropy, shuffled_indices
 from benchmarks.workloads.chargpt import CharGPT
-from benchmarks.workloads.mnist import ConvNet
+from benchmarks.workloads.mnist import SIDE, Logistic
 
 Batches = Iterator[tuple[Tensor, ...]]
 Training = tuple[nn.Module, Batches, Callable[..., Tensor]]
@@ -36,7 +36,9 @@ class Data:
 
     def images(self, batch_size: int) -> Iterator[Batch]:
         """Yield images ``[batch, 1, 28, 28]`` with values between 0 and 1, and their classes."""
-        return ConvNet(self.mnist, batch_size).batches(self.seed)
+        pixels, labels = Logistic(self.mnist).train
+        for index in shuffled_indices(len(pixels), batch_size, torch.Generator().manual_seed(self.seed)):
+            yield pixels[index].view(-1, 1, SIDE, SIDE).float().div_(255), labels[index]
 
     def text(self, batch_size: int, length: int) -> Iterator[Batch]:
         """Yield characters ``[batch, length]`` as numbers below 65, and the character that follows each."""

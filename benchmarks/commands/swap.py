@@ -161,7 +161,7 @@ class Scripts(Common):
         lines = {line: BUDGETS.get(line, line) for line in self.lines}
         results = {}
         with (
-            found_or_made_up("convnet", self.data_dir, self.size) as (mnist, _),
+            found_or_made_up("logistic", self.data_dir, self.size) as (mnist, _),
             found_or_made_up("chargpt", self.data_dir, self.size) as (shakespeare, _),
         ):
             data = Data(mnist, shakespeare, self.seed)

@@ -9,7 +9,6 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,26 +21,15 @@ from torch.optim import Optimizer
 from benchmarks.peers.layers import trained, unheard_layers
 from benchmarks.peers.peer import Peer
 
-
-@dataclass(frozen=True)
-class Checkout:
-    """A repository that the user has to clone."""
-
-    repository: str
-    file: str
-    """A file that identifies the repository."""
-
-
 CHECKOUTS = {
-    "kfac_pytorch": Checkout("https://github.com/gpauloski/kfac-pytorch", "kfac/preconditioner.py"),
-    "distributed_shampoo": Checkout(
-        "https://github.com/facebookresearch/optimizers", "distributed_shampoo/distributed_shampoo.py"
+    "kfac_pytorch": ("https://github.com/gpauloski/kfac-pytorch", "kfac/preconditioner.py"),
+    "distributed_shampoo": (
+        "https://github.com/facebookresearch/optimizers",
+        "distributed_shampoo/distributed_shampoo.py",
     ),
-    "ist_mfac": Checkout("https://github.com/IST-DASLab/M-FAC", "optim.py"),
+    "ist_mfac": ("https://github.com/IST-DASLab/M-FAC", "optim.py"),
 }
-"""Repositories by the name of the peer."""
-
-
+"""Repositories that the user has to clone, by the name of the peer, each with a file that identifies it."""
 PATHS: dict[str, Path] = {}
 """The folders of checkouts, by the name of the peer."""
 
@@ -51,17 +39,15 @@ def set_paths(pairs: Iterable[str]) -> None:
         name, equals, folder = pair.partition("=")
         if not equals or name not in CHECKOUTS:
             raise ValueError(f"--peer-path must be NAME=DIR with NAME one of {', '.join(CHECKOUTS)}, got {pair!r}")
-        path, checkout = Path(folder).expanduser().resolve(), CHECKOUTS[name]
-        if not (path / checkout.file).is_file():
-            raise ValueError(
-                f"--peer-path {name}: {folder} lacks {checkout.file}, so it is no checkout of {checkout.repository}"
-            )
+        path, (repository, file) = Path(folder).expanduser().resolve(), CHECKOUTS[name]
+        if not (path / file).is_file():
+            raise ValueError(f"--peer-path {name}: {folder} lacks {file}, so it is no checkout of {repository}")
         PATHS[name] = path
 
 
 def _folder(name: str) -> Path:
     if name not in PATHS:
-        raise ValueError(f"{name} needs a checkout of {CHECKOUTS[name].repository}: --peer-path {name}=DIR")
+        raise ValueError(f"{name} needs a checkout of {CHECKOUTS[name][0]}: --peer-path {name}=DIR")
     return PATHS[name]
 
 
@@ -70,7 +56,7 @@ def version(name: str) -> str:
     folder = PATHS[name]
     project = folder / "pyproject.toml"
     found = re.search(r'^version = "(.+)"', project.read_text(encoding="utf-8"), re.M) if project.is_file() else None
-    digest = hashlib.sha256((folder / CHECKOUTS[name].file).read_bytes()).hexdigest()[:12]
+    digest = hashlib.sha256((folder / CHECKOUTS[name][1]).read_bytes()).hexdigest()[:12]
     return f"{found[1]}, sha256 {digest}" if found else f"sha256 {digest}"
 
 
@@ -160,7 +146,7 @@ def distributed_shampoo(
 
 def ist_mfac(model: nn.Module, window_size: int = 1024, **options: Any) -> Optimizer:
     """Return the M-FAC of its authors. Every parameter needs a gradient in every step."""
-    module = _source_file(_folder("ist_mfac") / CHECKOUTS["ist_mfac"].file)
+    module = _source_file(_folder("ist_mfac") / CHECKOUTS["ist_mfac"][1])
     parameters = trained(model)
     device = parameters[0].device
     if device.type == "cpu":

@@ -89,9 +89,6 @@ _TABLES: Mapping[str, dict[MethodName, Settings]] = {
     "vgg16": _residual(0.1, 128, 100),
     "resnet18": _residual(0.03, 32, 32),
     "resnet50": _residual(0.03, 64, 50),
-    "convnet": _table(
-        0.03, 3e-3, 128, hylo={"damping": 1e-2}, whitened=False, ggt={"lr": 3e-3, "graft": "adam", "window_size": 100}
-    ),
     # A tied weight, as at the size of the paper, has its block at the head.
     "gpt2_small": _table(0.3, 1e-3, 32, hylo=HALF, decayed=DECAYED, layers={"tied": "head"}),
     "bert_qa": _BERT,

@@ -12,7 +12,7 @@ from benchmarks.workloads.digits import Digits
 from benchmarks.workloads.glue import Glue
 from benchmarks.workloads.gpt2 import GPT2
 from benchmarks.workloads.imagenet import ResNet18, ResNet50
-from benchmarks.workloads.mnist import Autoencoder, ConvNet, Logistic
+from benchmarks.workloads.mnist import Autoencoder, Logistic
 from benchmarks.workloads.multi30k import Multi30k
 from benchmarks.workloads.poisson import Poisson
 from benchmarks.workloads.squad import BertQA
@@ -22,13 +22,12 @@ __all__ = ["WORKLOADS", "Batch", "DataMissingError", "Size", "Workload", "Worklo
 
 WorkloadName = Literal[
     "digits", "autoencoder", "resnet20", "chargpt", "logistic", "multi30k", "unet",
-    "resnet32", "resnet110", "vgg16", "resnet18", "resnet50", "convnet",
-    "gpt2_small", "bert_qa", "glue", "poisson",
+    "resnet32", "resnet110", "vgg16", "resnet18", "resnet50", "gpt2_small", "bert_qa", "glue", "poisson",
 ]  # fmt: skip
 
 _KINDS: tuple[Any, ...] = (
     Digits, Autoencoder, ResNet20, CharGPT, Logistic, Multi30k, UNet, ResNet32, ResNet110, VGG16, ResNet18, ResNet50,
-    ConvNet, GPT2, BertQA, Glue, Poisson,
+    GPT2, BertQA, Glue, Poisson,
 )  # fmt: skip
 WORKLOADS: dict[WorkloadName, Any] = {kind.name: kind for kind in _KINDS}
 

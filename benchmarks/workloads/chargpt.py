@@ -180,9 +180,9 @@ class CharGPT(Classification):
         return read_text(path)
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, encoding: str = "utf-8") -> str:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding=encoding)
     except UnicodeDecodeError as err:
         raise ValueError(f"{path} must be text in UTF-8: {err}") from err
     if not text:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from benchmarks.workloads.base import Batch, Size, cross_entropy, find_folder
 from benchmarks.workloads.bert import POSITIONS, Encoding, rows_of
+from benchmarks.workloads.chargpt import read_text
 from secondorder import Likelihood
 
 ORIGIN = "https://gluebenchmark.com/tasks"
@@ -74,11 +75,7 @@ def find_files(data_dir: Path, task: Task) -> tuple[Path, list[Path]]:
 
 
 def read_glue(path: Path, task: Task) -> Sentences:
-    try:
-        lines = path.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
-    except UnicodeDecodeError as err:
-        raise ValueError(f"{path} must be text in UTF-8: {err}") from err
-    rows = [line.rstrip("\r").split("\t") for line in lines]
+    rows = [line.rstrip("\r").split("\t") for line in read_text(path, "utf-8-sig").removesuffix("\n").split("\n")]
     heads = list(task.heads) or rows[0]
     if missing := [name for name in (*task.texts, task.label) if name not in heads]:
         raise ValueError(f"{path} must have the columns {', '.join((*task.texts, task.label))}, it lacks {missing[0]}")

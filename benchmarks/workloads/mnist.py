@@ -1,20 +1,11 @@
-"""MNIST in its standard files, with two classifiers and an autoencoder.
+"""MNIST in its standard files, with a classifier and an autoencoder.
 
 ``logistic`` is a convex problem, which suits methods with full-matrix curvature: multinomial logistic regression on
 random features of the pixels, ``max(0, W x + b)`` with fixed normal ``W`` and uniform ``b``, which are drawn once and
 never trained (Rahimi and Recht, "Weighted sums of random kitchen sinks", 2008). It has more parameters than
 regression on the pixels.
-
-``convnet`` is the small network of the K-FAC examples for TensorFlow, ``kfac/examples/convnet.py`` of
-https://github.com/tensorflow/kfac: two 5x5 convolutions of 16 channels, each with ReLU and a 3x3 pooling of stride 2,
-then one linear layer. The batch size is 128. That program computes the curvature on the chief worker, or has separate
-workers for gradients, for factors and for inverses, like these commands:
-
-    torchrun --nproc-per-node 2 -m benchmarks train --workload convnet --comm chief_only
-    torchrun --nproc-per-node 4 -m benchmarks train --workload convnet --comm dedicated_workers
 """
 
-from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -68,40 +59,6 @@ def read_labels(path: Path, count: int) -> Tensor:
     return torch.from_numpy(labels.astype("int64"))
 
 
-@dataclass(frozen=True)
-class Classifier(InMemory, Classification):
-    """Cross-entropy on MNIST. Subclasses add the network."""
-
-    data_dir: Path
-    batch_size: int = 128
-
-    metric: ClassVar[str] = "test accuracy"
-
-    def augmented(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
-        return self.inputs(inputs)
-
-    def evaluate(self, model: nn.Module, everything: bool = False) -> float:
-        images, labels = self._test
-        return accuracy(model, self.inputs(images), labels)
-
-    @abstractmethod
-    def inputs(self, images: Tensor) -> Tensor:
-        """Convert bytes ``[count, 784]`` to the inputs of the network."""
-
-    @cached_property
-    def train(self) -> Batch:
-        return self._read(TRAIN_IMAGES, TRAIN_LABELS)
-
-    @cached_property
-    def _test(self) -> Batch:
-        return self._read(TEST_IMAGES, TEST_LABELS)
-
-    def _read(self, images: str, labels: str) -> Batch:
-        folder = find_mnist(self.data_dir, (TRAIN_IMAGES, TRAIN_LABELS, TEST_IMAGES, TEST_LABELS))
-        pixels = read_images(folder / images)
-        return pixels, read_labels(folder / labels, len(pixels))
-
-
 _FEATURE_SEED = 0  # the features are part of the workload, not of a run
 _MEAN, _STD = 0.1307, 0.3081  # of the training pixels
 
@@ -123,13 +80,16 @@ class _RandomFeatures(nn.Module):
 
 
 @dataclass(frozen=True)
-class Logistic(Classifier):
+class Logistic(InMemory, Classification):
     """Cross-entropy of a linear classifier over random features of the pixels."""
 
+    data_dir: Path
+    batch_size: int = 128
     features: int = 2000
     """Number of random features of the pixels."""
 
     name: ClassVar[str] = "logistic"
+    metric: ClassVar[str] = "test accuracy"
     # The size cpu trains for one epoch, and paper for ten, as EFCP trains this kind of model.
     steps: ClassVar[dict[Size, int]] = {"smoke": 30, "cpu": 468, "paper": 4680}
     small: ClassVar[dict[str, Any]] = {"batch_size": 32, "features": 64}
@@ -138,29 +98,29 @@ class Logistic(Classifier):
         with seeded(seed):
             return nn.Sequential(_RandomFeatures(PIXELS, self.features), nn.Linear(self.features, CLASSES))
 
-    def inputs(self, images: Tensor) -> Tensor:
-        return images.float().div_(255).sub_(_MEAN).div_(_STD)
+    def augmented(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
+        return _standardized(inputs)
+
+    def evaluate(self, model: nn.Module, everything: bool = False) -> float:
+        images, labels = self._test
+        return accuracy(model, _standardized(images), labels)
+
+    @cached_property
+    def train(self) -> Batch:
+        return self._read(TRAIN_IMAGES, TRAIN_LABELS)
+
+    @cached_property
+    def _test(self) -> Batch:
+        return self._read(TEST_IMAGES, TEST_LABELS)
+
+    def _read(self, images: str, labels: str) -> Batch:
+        folder = find_mnist(self.data_dir, (TRAIN_IMAGES, TRAIN_LABELS, TEST_IMAGES, TEST_LABELS))
+        pixels = read_images(folder / images)
+        return pixels, read_labels(folder / labels, len(pixels))
 
 
-@dataclass(frozen=True)
-class ConvNet(Classifier):
-    """Cross-entropy of the network of the TensorFlow examples."""
-
-    channels: tuple[int, int] = (16, 16)
-
-    name: ClassVar[str] = "convnet"
-    steps: ClassVar[dict[Size, int]] = {"smoke": 12, "cpu": 200, "paper": 6000}
-    small: ClassVar[dict[str, Any]] = {"batch_size": 32, "channels": (4, 4)}
-
-    def build_model(self, seed: int) -> nn.Module:
-        layers: list[nn.Module] = []
-        with seeded(seed):
-            for d_in, d_out in pairwise((1, *self.channels)):
-                layers += [nn.Conv2d(d_in, d_out, 5, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
-            return nn.Sequential(*layers, nn.Flatten(), nn.Linear(self.channels[1] * (SIDE // 4) ** 2, CLASSES))
-
-    def inputs(self, images: Tensor) -> Tensor:
-        return images.view(-1, 1, SIDE, SIDE).float().div_(255)
+def _standardized(images: Tensor) -> Tensor:
+    return images.float().div_(255).sub_(_MEAN).div_(_STD)
 
 
 SHARES = 8

@@ -21,7 +21,7 @@ from benchmarks.workloads.bert import PART, POSITIONS, Encoding, rows_of
 LONGEST_ANSWER = 30
 """Maximum number of pieces in an answer of the model."""
 ORIGIN = "https://rajpurkar.github.io/SQuAD-explorer/"
-HINT = "Put train-v2.0.json and dev-v2.0.json, or those of v1.1, into <data-dir>/squad."
+HINT = "Put them into <data-dir>/squad, or use those of the other version with --workload-set version=1.1."
 VERSIONS = (2.0, 1.1)
 EVAL_WINDOWS = 256
 """Number of held-out windows that :meth:`BertQA.evaluate` uses by default."""
@@ -136,8 +136,8 @@ class BertQA(Encoding, Classification):
 
     stride: int = 64
     """Number of pieces by which neighboring windows overlap."""
-    version: float | None = None
-    """2.0 or 1.1. The default is 2.0 if its files exist."""
+    version: float = 2.0
+    """2.0 or 1.1."""
 
     name: ClassVar[str] = "bert_qa"
     head: ClassVar[str] = "BertForQuestionAnswering"
@@ -150,15 +150,14 @@ class BertQA(Encoding, Classification):
     # BERT-base on SQuAD 2.0 for two epochs, as in the README of IST-DASLab/EFCP on GitHub. Batch size and length are
     # from the model cards of M-FAC. An epoch counts the 130,319 questions. The number of windows is slightly larger.
     published: ClassVar[dict[str, Any]] = {
-        "batch_size": 12, "encoder": "base", "length": 384, "stride": 128, "version": 2.0, "dropout": 0.1,
-        "vocabulary": 30_522,
+        "batch_size": 12, "encoder": "base", "length": 384, "stride": 128, "dropout": 0.1, "vocabulary": 30_522,
     }  # fmt: skip
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.stride < self.length <= POSITIONS:
             raise ValueError(f"stride < length <= {POSITIONS} must hold, got {self.stride} and {self.length}")
-        if self.version not in (None, *VERSIONS):
+        if self.version not in VERSIONS:
             raise ValueError(f"version must be 2.0 or 1.1, got {self.version}")
 
     def texts(self) -> Iterator[str]:
@@ -184,8 +183,9 @@ class BertQA(Encoding, Classification):
 
     @cached_property
     def _questions(self) -> tuple[list[Question], list[Question]]:
-        train, validation = (read_squad(path) for path in self._files)
-        return train, validation
+        train, validation = f"train-v{self.version:.1f}.json", f"dev-v{self.version:.1f}.json"
+        folder = find_folder((self.data_dir / "squad", self.data_dir), (train, validation), ORIGIN, HINT)
+        return read_squad(folder / train), read_squad(folder / validation)
 
     @cached_property
     def train(self) -> Batch:
@@ -203,14 +203,3 @@ class BertQA(Encoding, Classification):
             raise ValueError(f"length must be at least {needed} for the longest question, got {self.length}")
         options = {"return_overflowing_tokens": True, "return_offsets_mapping": True, "stride": self.stride}
         return make_windows(questions, self.encoded(asked, contexts, truncation="only_second", **options))
-
-    @property
-    def _files(self) -> tuple[Path, Path]:
-        """The files of the requested version, or of the first version that is complete."""
-        candidates = (self.data_dir / "squad", self.data_dir)
-        wanted = VERSIONS if self.version is None else (self.version,)
-        pairs = [(f"train-v{version:.1f}.json", f"dev-v{version:.1f}.json") for version in wanted]
-        whole = [pair for pair in pairs if any(all((at / name).is_file() for name in pair) for at in candidates)]
-        train, validation = (whole or pairs)[0]
-        folder = find_folder(candidates, (train, validation), ORIGIN, HINT)  # reports missing files
-        return folder / train, folder / validation

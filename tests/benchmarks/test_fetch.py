@@ -73,6 +73,6 @@ def test_a_workload_that_cannot_be_fetched_is_an_error(tmp_path, capsys, asked, 
 
 
 def test_every_workload_has_an_entry():
-    without_files = {"digits", "logistic", "poisson"}
+    without_files = {"digits", "poisson"}
     assert set(WORKLOADS) <= set(DATA_SETS) | set(BY_HAND) | without_files
     assert len({file.name for file in SQUAD.files}) == 4

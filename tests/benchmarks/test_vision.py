@@ -238,10 +238,10 @@ def test_batches_that_grow(data_dir):
         (3, "dedicated_workers:gradient=[0], factor=[1], inverse=[2]", ["rank 1 (factor)", "rank 2 (inverse)"]),
     ],
 )
-def test_convnet_with_a_chief_and_with_dedicated_workers(ranks, comm, roles, data_dir, tmp_path):
-    words = ["-m", "benchmarks", "train", "--workload", "convnet", "--optimizer", "kfac", "--size", "smoke"]
+def test_training_with_a_chief_and_with_dedicated_workers(ranks, comm, roles, tmp_path):
+    words = ["-m", "benchmarks", "train", "--workload", "digits", "--optimizer", "kfac", "--size", "smoke"]
     words += ["--no-recipe", "--set", "lr=0.01", "graft=adam", "factor_update_steps=1", "inv_update_steps=2"]
-    words += ["--steps", "8", "--batch-size", "30", "--threads", "1", "--comm", comm, "--data-dir", str(data_dir)]
+    words += ["--steps", "8", "--batch-size", "30", "--threads", "1", "--comm", comm]
     done = launch(torchrun("--standalone", f"--nproc-per-node={ranks}", *words), tmp_path, 150)
     assert done.returncode == 0, done.stdout
     for role in roles:
