@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,13 +55,7 @@ def has_library(name: str) -> bool:
 
 
 def installed() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES.values():
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    return {name: importlib.metadata.version(name) for module, name in PACKAGES.items() if has_library(module)}
 
 
 def singd(
@@ -150,17 +144,6 @@ SETTLING = 50
 """Number of batches for new norm statistics before an evaluation, as the package's documentation recommends."""
 
 
-@runtime_checkable
-class Averaging(Protocol):
-    """An optimizer that keeps an average of the weights for evaluations."""
-
-    def train(self) -> None:
-        """Load the training weights into the model."""
-
-    def eval(self) -> None:
-        """Load the averaged weights into the model."""
-
-
 def schedule_free(model: nn.Module, beta1: float = 0.9, beta2: float = 0.999, **settings: Any) -> Optimizer:
     kind = library("schedulefree").AdamWScheduleFree
     return _ScheduleFree(kind(trained(model), betas=(beta1, beta2), **settings))
@@ -168,10 +151,13 @@ def schedule_free(model: nn.Module, beta1: float = 0.9, beta2: float = 0.999, **
 
 class _ScheduleFree(Peer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        for part in self.parts:
-            if isinstance(part, Averaging):
-                part.train()
+        self.averaging.train()
         return super().step(closure)
+
+    @property
+    def averaging(self) -> Any:
+        """The optimizer of the package, whose ``eval`` loads the averaged weights into the model."""
+        return self.parts[0]
 
 
 @contextmanager
@@ -181,19 +167,16 @@ def evaluating(optimizer: Optimizer, model: nn.Module, workload: Workload, seed:
     The statistics of batch norms depend on the weights, so they are computed again and restored at the end. For
     optimizers that do not average weights, this does nothing.
     """
-    averaging = [part for part in getattr(optimizer, "parts", ()) if isinstance(part, Averaging)]
-    if not averaging:
+    if not isinstance(optimizer, _ScheduleFree):
         yield
         return
     norms = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    for part in averaging:
-        part.eval()
+    optimizer.averaging.eval()
     try:
         _settle(model, workload, seed)
         yield
     finally:
-        for part in averaging:
-            part.train()
+        optimizer.averaging.train()
         for name, buffer in model.named_buffers():
             buffer.copy_(norms[name])
 

@@ -148,6 +148,10 @@ class Classification(Workload):
     label_smoothing: float = 0.0
     """Share of the probability that the training targets spread over all classes. Some workloads have it as a field."""
 
+    def check_smoothing(self) -> None:
+        if not 0 <= self.label_smoothing < 1:
+            raise ValueError(f"label_smoothing must be in [0, 1), got {self.label_smoothing}")
+
     def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return cross_entropy(outputs, targets, self.label_smoothing)
 

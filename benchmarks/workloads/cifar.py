@@ -81,8 +81,7 @@ class Cifar(InMemory, Classification):
         for key, value, known in (("dataset", self.dataset, CIFAR), ("augment", self.augment, get_args(Augment))):
             if value not in known:
                 raise ValueError(f"{key} must be one of {', '.join(known)}, got {value!r}")
-        if not 0 <= self.label_smoothing < 1:
-            raise ValueError(f"label_smoothing must be in [0, 1), got {self.label_smoothing}")
+        self.check_smoothing()
 
     @property
     def classes(self) -> int:
