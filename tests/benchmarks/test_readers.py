@@ -20,26 +20,19 @@ def test_idx_bytes_written_by_hand(tmp_path):
 
 
 def test_idx_refuses_invalid_files(tmp_path):
+    path, zipped = tmp_path / "images.gz", gzip.compress(np.random.default_rng(0).bytes(1000))
     for raw, message in [
-        (bytes.fromhex("00000d010000000100000000"), "magic number 00000d01"),  # floats
-        (b"PK\x03\x04 a zip file", "magic number"),
-        (b"", "magic number"),
-        (bytes.fromhex("0000080300000001"), "truncated"),  # the header is truncated
-        (struct.pack(">4B2I", 0, 0, 8, 2, 3, 2) + b"12345", "truncated or damaged"),  # the data are truncated
-        (struct.pack(">4B2I", 0, 0, 8, 2, 3, 2) + b"1234567", "truncated or damaged"),  # too much data
+        (gzip.compress(bytes.fromhex("00000d010000000100000000")), "magic number 00000d01"),  # floats
+        (gzip.compress(b"PK\x03\x04 a zip file"), "magic number"),
+        (gzip.compress(b""), "magic number"),
+        (gzip.compress(bytes.fromhex("0000080300000001")), "truncated"),  # the header is truncated
+        (gzip.compress(struct.pack(">4B2I", 0, 0, 8, 2, 3, 2) + b"12345"), "truncated or damaged"),  # too little data
+        (gzip.compress(struct.pack(">4B2I", 0, 0, 8, 2, 3, 2) + b"1234567"), "truncated or damaged"),  # too much data
+        (zipped[:100], "truncated or not gzip"),
+        (b"not gzip", "truncated or not gzip"),
     ]:
-        path = tmp_path / "images.gz"
-        path.write_bytes(gzip.compress(raw))
-        with pytest.raises(ValueError, match=message):
-            read_idx(path)
-
-
-def test_idx_refuses_broken_gzip(tmp_path):
-    path = tmp_path / "images.gz"
-    whole = gzip.compress(np.random.default_rng(0).bytes(1000))
-    for raw in (whole[:100], b"not gzip"):
         path.write_bytes(raw)
-        with pytest.raises(ValueError, match="truncated or not gzip"):
+        with pytest.raises(ValueError, match=message):
             read_idx(path)
 
 
@@ -96,16 +89,11 @@ def test_cifar_refuses_invalid_files(tmp_path):
             read_cifar_batch(path)
 
 
-def test_gray_image_refuses_invalid_files(tmp_path):
+def test_gray_image_refuses_colors(tmp_path):
     path = tmp_path / "picture.png"
     Image.fromarray(np.zeros((64, 64, 3), np.uint8)).save(path)
     with pytest.raises(ValueError, match="8 bits of gray a pixel, got mode RGB"):
         read_gray_image(path)
-    Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64), dtype=np.uint8)).save(path)
-    for raw in (path.read_bytes()[:2000], b"no picture"):
-        path.write_bytes(raw)
-        with pytest.raises(ValueError, match="truncated or no picture"):
-            read_gray_image(path)
 
 
 def _damaged(raw, rng):

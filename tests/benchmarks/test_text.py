@@ -14,6 +14,7 @@ from benchmarks.workloads.gpt2 import GPT2
 from benchmarks.workloads.multi30k import BEGIN, END, TEST_FILES, Multi30k, bleu, greedy
 from benchmarks.workloads.tiny import write_sentences
 from secondorder import EKFAC, KFAC, HyLo
+from tests.support.workloads import check_coverage
 
 
 # ---------------------------------------------------------------------- characters
@@ -27,24 +28,20 @@ def test_any_text_file_can_be_used(tmp_path):
     assert make_workload("gpt2_small", tmp_path, "smoke", changes={"text": str(path)}).examples == 359 // 32
 
 
-@pytest.mark.parametrize(("content", "why"), [(b"", "it is empty"), (b"\xff\xfe", "must be text in UTF-8")])
-def test_invalid_text_files_are_refused(tmp_path, content, why):
-    (tmp_path / "mine.txt").write_bytes(content)
-    with pytest.raises(ValueError, match=why):
-        next(CharGPT(tmp_path, text=str(tmp_path / "mine.txt")).batches(0))
-
-
-def test_a_missing_text_is_named(tmp_path):
-    with pytest.raises(DataMissingError, match=r"lacks mine\.txt"):
-        next(CharGPT(tmp_path, text=str(tmp_path / "mine.txt")).batches(0))
+def test_invalid_and_missing_texts_are_named(tmp_path):
+    path = tmp_path / "mine.txt"
+    for content, why in [
+        (None, r"lacks mine\.txt"),
+        (b"", "it is empty"),
+        (b"\xff\xfe", "must be text in UTF-8"),
+        (b"short", "must be longer, got 5 tokens for context 128"),
+    ]:
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises((DataMissingError, ValueError), match=why):
+            next(CharGPT(tmp_path, text=str(path)).batches(0))
     with pytest.raises(DataMissingError, match=r"lacks input\.txt.*text=PATH"):
         next(GPT2(tmp_path).batches(0))
-
-
-def test_a_text_shorter_than_a_window_is_refused(tmp_path):
-    (tmp_path / "input.txt").write_text("short")
-    with pytest.raises(ValueError, match="must be longer, got 5 tokens for context 32"):
-        next(CharGPT.of_size("smoke", tmp_path).batches(0))
 
 
 def test_weights_and_windows_of_the_character_model_do_not_change(data_dir):
@@ -91,18 +88,7 @@ def test_gpt2_is_initialized_as_published(data_dir):
 
 @pytest.mark.parametrize("method", [KFAC, EKFAC, HyLo])
 def test_a_tied_head_has_a_block(method, data_dir):
-    workload = replace(GPT2.of_size("smoke", data_dir), tied=True)
-    model, batch = workload.build_model(0), next(workload.batches(0))
-    optimizer = method(model, lr=0.01, graft="adam")
-    assert "fallback" not in optimizer.describe()
-    losses = []
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = workload.loss(model, batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
+    check_coverage(method, replace(GPT2.of_size("smoke", data_dir), tied=True))
 
 
 def test_missing_byte_pairs_are_named(tmp_path):

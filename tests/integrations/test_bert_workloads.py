@@ -76,7 +76,7 @@ def test_padding_changes_nothing(name, data_dir):
 @every_workload
 @pytest.mark.parametrize("method", [KFAC, EKFAC, HyLo])
 def test_every_parameter_is_covered(name, method, data_dir):
-    check_coverage(method, name, data_dir)
+    check_coverage(method, make_workload(name, data_dir, "smoke"))
 
 
 @every_workload

@@ -91,9 +91,8 @@ def check_parts(workload, monkeypatch, module, name, size):
     assert workload.quality(model) == quality
 
 
-def check_coverage(method, name, data_dir):
+def check_coverage(method, workload):
     """Every parameter has curvature, and steps lower the loss."""
-    workload = make_workload(name, data_dir, "smoke")
     model = workload.build_model(0)
     keywords = {"factor_update_steps": 1, "inv_update_steps": 2}
     if method is HyLo:  # its absolute damping hides the curvature of some workloads, which causes a warning
