@@ -267,10 +267,7 @@ def test_missing_checkouts_and_invalid_options_are_named(tmp_path):
         assert name not in available()
     for call, message in [
         (lambda: set_paths(["kfac"]), "NAME=DIR with NAME one of kfac_pytorch, .* got 'kfac'"),
-        (
-            lambda: set_paths([f"kfac_pytorch={tmp_path}"]),
-            "lacks kfac/preconditioner.py, so it is no",
-        ),
+        (lambda: set_paths([f"kfac_pytorch={tmp_path}"]), "lacks kfac/preconditioner.py, so it is no"),
         (
             lambda: PEERS["shampoo"].build(model, "digits", {"graft": "lion"}),
             "graft must be one of none, sgd, .* 'lion'",

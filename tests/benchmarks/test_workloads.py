@@ -126,8 +126,7 @@ ONE_BY_ONE = [((KFAC, EKFAC, HyLo)[i % 3], name) for i, name in enumerate(WITHOU
 
 
 @pytest.mark.parametrize(
-    ("method", "name"),
-    [pytest.param(*case, marks=() if case in ONE_BY_ONE else pytest.mark.slow) for case in COVERED],
+    ("method", "name"), [pytest.param(*case, marks=() if case in ONE_BY_ONE else pytest.mark.slow) for case in COVERED]
 )
 def test_every_parameter_is_covered(name, method, data_dir):
     check_coverage(method, make_workload(name, data_dir, "smoke"))
