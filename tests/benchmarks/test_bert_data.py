@@ -151,7 +151,7 @@ def test_the_answer_is_empty_if_all_windows_predict_no_answer():
 
 
 def test_the_length_of_an_answer_is_limited():
-    windows, logits = _windows((0, [None, None, *range(50)])), _logits(52, s2=5.0, e40=5.0, e31=3.0)
+    windows, logits = _windows((0, [None, None, *range(50)])), _logits(52, s2=5.0, e40=5.0, e32=4.0, e31=3.0)
     assert best_answers([Question("x" * 50, "?")], windows, [logits]) == ["x" * 30]
 
 
