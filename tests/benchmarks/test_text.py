@@ -66,6 +66,14 @@ def test_only_dropout_of_the_character_model_depends_on_the_mode(data_dir):
     assert model(batch[0]).equal(model(batch[0]))
 
 
+def test_an_output_depends_on_earlier_characters_only(data_dir):
+    workload = CharGPT.of_size("smoke", data_dir)
+    model, tokens = workload.build_model(0), torch.randint(5, (2, 8))
+    changed = torch.cat((tokens[:, :5], 1 + tokens[:, 5:]), 1)
+    torch.testing.assert_close(model(tokens)[:, :5], model(changed)[:, :5])
+    assert not torch.allclose(model(tokens)[:, 5:], model(changed)[:, 5:])
+
+
 # ---------------------------------------------------------------------- GPT-2
 def test_gpt2_small_has_its_published_size():
     workload = GPT2.of_size("paper", Path("nowhere"))
