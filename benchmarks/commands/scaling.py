@@ -36,7 +36,7 @@ from secondorder import EKFAC, KFAC, MFAC, BatchOptions, CommOpt, HybridOpt, HyL
 from secondorder.comm import CommStrategy, RankGrid
 from secondorder.plan.plan import Plan, RankPlan
 
-ModelName = Literal["resnet20", "resnet32", "resnet50", "bert-base", "bert-large"]
+ModelName = Literal["resnet20", "resnet32", "resnet50", "bert-base", "bert-large", "decoder-7b"]
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,42 @@ class _Bert(nn.Module):
         return logits
 
 
+class DecoderLayer(nn.Module):
+    """A decoder layer with attention and a gated feed-forward network, without biases."""
+
+    def __init__(self, width: int, heads: int, inner: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up = nn.Linear(width, inner, bias=False), nn.Linear(width, inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm1(x)
+        maps = (self.query, self.key, self.value)
+        query, key, value = (m(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2) for m in maps)
+        found = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(found.transpose(1, 2).flatten(-2))
+        normed = self.norm2(x)
+        added: Tensor = self.down(F.silu(self.gate(normed)) * self.up(normed))
+        return x + added
+
+
+def _decoder() -> Architecture:
+    width, words = 4096, 32000
+    layers = [DecoderLayer(width, 32, 11008) for _ in range(32)]
+    head = [nn.RMSNorm(width), nn.Linear(width, words, bias=False)]
+    return Architecture(nn.Sequential(nn.Embedding(words, width), *layers, *head), _words(2048), 2)
+
+
 _MODELS: dict[ModelName, Callable[[], Architecture]] = {
     "resnet20": lambda: Architecture(cifar_resnet(3), _images(32), 128),
     "resnet32": lambda: Architecture(cifar_resnet(5), _images(32), 128),
     "resnet50": lambda: Architecture(imagenet_resnet("bottleneck", (3, 4, 6, 3)), _images(224), 32),
     "bert-base": lambda: Architecture(_Bert(768, 12), _words(512), 8),
     "bert-large": lambda: Architecture(_Bert(1024, 24), _words(512), 8),
+    "decoder-7b": _decoder,
 }
 
 

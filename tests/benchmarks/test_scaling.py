@@ -15,6 +15,7 @@ def test_models_have_the_published_sizes():
         ("resnet32", 0.464),
         ("bert-base", 109.5),
         ("bert-large", 335.1),
+        ("decoder-7b", 6738.4),
     ]:
         found = architecture(name)
         assert sum(p.numel() for p in found.model.parameters()) == pytest.approx(1e6 * millions, rel=2e-3)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import secondorder
-from benchmarks.commands.scaling import _DecoderLayer
+from benchmarks.commands.scaling import DecoderLayer
 from secondorder.__main__ import load_target, main, parse_input
 from secondorder.plan.rates import at
 from secondorder.plan.tally import MODEL, Tally
@@ -35,7 +35,7 @@ RATES = secondorder.MachineRates(
 
 def decoder(tokens: int, width: int, hidden: int, heads: int, layers: int) -> nn.Module:
     """A decoder with the structure of Llama."""
-    blocks = [_DecoderLayer(width, heads, hidden) for _ in range(layers)]
+    blocks = [DecoderLayer(width, heads, hidden) for _ in range(layers)]
     head = nn.RMSNorm(width), nn.Linear(width, tokens, bias=False)
     return nn.Sequential(nn.Embedding(tokens, width), *blocks, *head)
 
