@@ -8,7 +8,6 @@ again with dual numbers to compute ``J d``, the change of the outputs when the p
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from secondorder.capture.batch import Input, Rule, count_examples
 from secondorder.capture.fisher.likelihood import Likelihood
-from secondorder.capture.taps import in_backward
+from secondorder.capture.taps import in_backward, tensors_in, tensors_of
 
 Directions = Mapping[nn.Parameter, Tensor]
 
@@ -93,8 +92,8 @@ class Forward:
         """Count the examples by the user's rule, or from arguments and outputs; return 0 if nothing determines them."""
         if rule is not None:
             return rule(self.args, self.kwargs)
-        inputs = [Input.of(x) for x in _tensors((self.args, self.kwargs))]
-        return count_examples(inputs, [tuple(x.shape) for x in _tensors(self.output)], (), dim).n or 0
+        inputs = [Input.of(x) for x in tensors_in((self.args, self.kwargs))]
+        return count_examples(inputs, [tuple(x.shape) for x in tensors_of(self.output)], (), dim).n or 0
 
 
 @contextmanager
@@ -150,7 +149,7 @@ class Evaluated:
     def __post_init__(self) -> None:
         """Find the outputs among the returned values; only their position and geometry are kept."""
         storage = self.outputs.untyped_storage().data_ptr()
-        leaves = list(_tensors(self.forward.output))
+        leaves = tensors_of(self.forward.output)
         same = [i for i, leaf in enumerate(leaves) if leaf is self.outputs]
         same += [
             i
@@ -170,7 +169,7 @@ class Evaluated:
 
     def pick(self, output: Any) -> tuple[Tensor, Tensor | None]:
         """Return the same outputs and their tangent, from the result of a replay with dual numbers."""
-        primal, tangent = forward_ad.unpack_dual(list(_tensors(output))[self._place])
+        primal, tangent = forward_ad.unpack_dual(tensors_of(output)[self._place])
         return self._same_view(primal), None if tangent is None else self._same_view(tangent)
 
     def _same_view(self, x: Tensor) -> Tensor:
@@ -289,16 +288,3 @@ def _autocast(devices: Iterable[torch.device]) -> list[tuple[str, bool, torch.dt
 
 def _inner(x: Tensor, y: Tensor) -> Tensor:
     return (x.to(torch.float64) * y.to(torch.float64)).sum()
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield every tensor in nested containers, in order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for child in value:
-            yield from _tensors(child)
-    elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
-    elif dataclasses.is_dataclass(value):
-        yield from _tensors([getattr(value, field.name) for field in dataclasses.fields(value)])

@@ -33,10 +33,6 @@ class Roots:
         """Number of roots."""
         return len(self._modules)
 
-    def __contains__(self, module: nn.Module) -> bool:
-        """Whether a module is a root."""
-        return any(module is root() for root in self._modules)
-
     def locate(self, sites: Iterable[Site]) -> None:
         """Find the roots that the layers are in."""
         inside = [set() if (root := ref()) is None else set(root.modules()) for ref in self._modules]

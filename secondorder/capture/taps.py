@@ -155,7 +155,7 @@ def leave_pass(switch: Switch, output: Any) -> None:
     current = None if capture is None else capture.forwards.get(int(switch.token.numpy()))
     if capture is None or current is None:
         return
-    outputs = list(tensors_in(output))
+    outputs = tensors_of(output)
     current.leave(outputs)
     for tensor in outputs:
         if tensor.grad_fn is not None:  # a parameter would keep the hook
@@ -252,6 +252,12 @@ def tensors_in(value: Any, by_sequence: bool = False) -> Iterator[Tensor]:
         children = [getattr(value, field.name) for field in dataclasses.fields(value)]
     for child in children:
         yield from tensors_in(child, by_sequence)
+
+
+def tensors_of(output: Any) -> list[Tensor]:
+    """The tensors in an output, which may be an object of any class with tensors in its attributes."""
+    is_known = isinstance(output, (Tensor, tuple, list, Mapping)) or not hasattr(output, "__dict__")
+    return list(tensors_in(output if is_known else [*vars(output).values()]))
 
 
 def in_backward() -> bool:

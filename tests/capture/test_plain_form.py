@@ -7,6 +7,7 @@ examples are checked, and not only that two runs of the same code are equal.
 from collections import UserDict
 from dataclasses import dataclass
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -111,7 +112,8 @@ class Containers(nn.Module):
         z = checkpoint(self.middle, z, use_reentrant=True) if self.reentrant else self.middle(z)
         z = self.head(z.flatten(0, 1)).unflatten(0, x.shape[:2]).mean(1)
         mask = torch.ones(7, 2)
-        return {"tensor": z, "tuple": (mask, z), "object": Output(mask, z)}[self.output]
+        forms = {"tensor": z, "tuple": (mask, z), "dataclass": Output(mask, z)}
+        return {**forms, "attributes": SimpleNamespace(mask=mask, logits=z)}[self.output]
 
 
 def mapped(container: type, x: Tensor):
@@ -212,7 +214,8 @@ TWO_FORWARDS = {
     "reentrant": (reused, lambda: reused(mode="reentrant"), lambda f: f),
     "non-reentrant": (reused, lambda: reused(mode="non-reentrant"), lambda f: f),
     "tuple": (Containers, lambda: Containers("tuple", reentrant=True), lambda f: f[1]),
-    "object": (Containers, lambda: Containers("object", reentrant=True), lambda f: f.logits),
+    "dataclass": (Containers, lambda: Containers("dataclass", reentrant=True), lambda f: f.logits),
+    "attributes": (Containers, lambda: Containers("attributes", reentrant=True), lambda f: f.logits),
 }
 
 
