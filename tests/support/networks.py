@@ -106,17 +106,6 @@ class Sometimes(nn.Module):
         return self.head(torch.tanh(self.second(x)) if self.both else x)
 
 
-class RepeatedConv(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.head = nn.Conv2d(2, 2, 3, padding=1), nn.Linear(2, 3)
-
-    def forward(self, x):
-        x = torch.tanh(self.conv(x))
-        x = torch.tanh(self.conv(x[..., ::2, :]))  # a second size
-        return self.head(x.mean((2, 3)))
-
-
 class Words(nn.Module):
     def __init__(self, padding_idx=None, bag=None) -> None:
         super().__init__()

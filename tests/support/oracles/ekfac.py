@@ -137,10 +137,6 @@ def damped_power(F: Tensor, damping: float, power: float, gradient: Tensor) -> T
     return (vectors @ ((vectors.mT @ gradient.reshape(-1)) * values**-power)).view_as(gradient)
 
 
-def frobenius(X: Tensor) -> float:
-    return float((X * X).sum().sqrt())
-
-
 # ------------------------------------------------------------------------------------------------------------ Schedules
 
 
