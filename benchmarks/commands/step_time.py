@@ -26,6 +26,7 @@ from benchmarks.compare.runs import find
 from benchmarks.counting import counted_flops, factor_flops
 from benchmarks.filling import fill_windows
 from benchmarks.machine import Rate, copy_gbytes, gemm_gflops, no_collections
+from benchmarks.peers import set_paths
 from benchmarks.precision import Amp, moved
 from benchmarks.recipes import METHODS, WINDOW_METHODS
 from benchmarks.recipes.types import MethodName, Settings
@@ -182,8 +183,11 @@ class StepTime(OnWorkload):
     """Device to train on."""
     amp: Amp | None = None
     """Data type of autocast."""
+    peer_path: tuple[str, ...] = ()
+    """Folders of checkouts of other optimizers, as NAME=DIR, for example kfac_pytorch=../kfac-pytorch."""
 
     def run(self) -> int:
+        set_paths(self.peer_path)
         if self.steps < MEASURED.refresh:
             raise ValueError(f"steps must be at least {MEASURED.refresh}, got {self.steps}")
         torch.set_num_threads(self.threads)
