@@ -106,14 +106,14 @@ def trained(model, optimizer, steps, start=0, batch=16):
 
 def test_the_first_step_chooses_and_the_rest_equals_the_printed_options():
     model, other = network(), network()
-    optimizer = budgeted(model)
-    assert "budget 1.5 (chosen in the first step)" in optimizer.describe()
+    optimizer = budgeted(model, budget=2.0)
+    assert "budget 2 (chosen in the first step)" in optimizer.describe()
     trained(model, optimizer, 1)
     group = optimizer.param_groups[0]
     intervals = {key: group[key] for key in ("factor_update_steps", "inv_update_steps")}
     turn = group["precondition_steps"]
     assert turn > 1
-    assert f"budget 1.5: factors every {group['factor_update_steps']} steps" in optimizer.describe()
+    assert f"budget 2: factors every {group['factor_update_steps']} steps" in optimizer.describe()
     assert f"directions every {turn} steps" in optimizer.describe()
     refresh = RefreshOptions(precondition_steps=turn, warmup="doubling")
     explicit = budgeted(other, budget=None, inverse_method=InverseOptions(rank=16), refresh=refresh, **intervals)
