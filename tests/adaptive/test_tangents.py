@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,6 +40,17 @@ class Symmetric(nn.Module):
         return weight + weight.flip(0, 1)
 
 
+class Attributes(nn.Sequential):
+    """Returns an object of a class that is no container."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+
+    def forward(self, x: Tensor) -> SimpleNamespace:
+        hidden = self[1](self[0](x))
+        return SimpleNamespace(hidden=hidden, logits=self[2](hidden), name="two")
+
+
 @dataclass
 class Case:
     """A model with one input; ``pick`` selects the outputs from what it returns."""
@@ -64,6 +76,8 @@ def case(name: str) -> Case:
     if name == "view":  # as in language models: all positions except the first, classes before positions
         model = nn.Sequential(nn.Linear(3, 5), nn.SiLU(), nn.Linear(5, 4))
         return Case(model, torch.randn(3, 5, 3), pick=lambda out: out[:, 1:, :3].transpose(1, 2))
+    if name == "attributes":
+        return Case(Attributes(), torch.randn(4, 3), pick=lambda out: out.logits)
     if name == "parametrized":
         layer = nn.Linear(3, 4)
         parametrize.register_parametrization(layer, "weight", Symmetric())
@@ -72,7 +86,7 @@ def case(name: str) -> Case:
     return Case(Attention(), torch.randint(0, 6, (3, 5)), {"scale": 0.7}, lambda out: out["logits"])
 
 
-NAMES = ["mlp", "cnn", "view", "parametrized", "attention"]
+NAMES = ["mlp", "cnn", "view", "attributes", "parametrized", "attention"]
 
 
 @pytest.fixture(params=NAMES)
