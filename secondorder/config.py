@@ -286,8 +286,7 @@ class RowOptions:
             equals the gradient where λ is large (``normalize_damping``).
         kfac_when_cheaper: Whether to use K-FAC's factors for a layer where R rows would take more memory or time. HyLo
             decides this at the first refresh, and ``describe()`` reports it (``kfac_when_cheaper``).
-        factor_decay: β, the weight of the old factors in the running mean, for layers that use K-FAC's factors
-            (``factor_decay``).
+        factor_decay: β, the weight of the old factors in the running mean, in layers with K-FAC's (``factor_decay``).
     """
 
     max_rank: int = _option(1024, key="max_rank")
@@ -363,10 +362,8 @@ class ClipOptions:
     """Options for clipping the direction of a step. ``clip=1.0`` is short for ``clip=ClipOptions(norm=1.0)``.
 
     Args:
-        norm: Upper bound on the norm of the direction over all blocks or windows. If None, the norm is not clipped
-            (``clip_norm``).
-        value: Upper bound on the absolute value of each entry of the direction. If None, entries are not clipped
-            (``clip_value``).
+        norm: Upper bound on the norm of the direction over all blocks or windows; None for no bound (``clip_norm``).
+        value: Upper bound on the absolute value of each entry of the direction; None for no bound (``clip_value``).
     """
 
     norm: float | None = _option(None, key="clip_norm")

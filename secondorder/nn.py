@@ -87,8 +87,7 @@ class _Recurrent(_Exposed):
         return parts
 
     def _map(self, name: str) -> Callable[[Tensor], Tensor]:
-        # Look up the parameters once per forward pass and not per step, because reading a parametrized weight computes
-        # it.
+        # Look up the parameters once per forward pass, not per step: reading a parametrized weight computes it.
         weight, bias = getattr(self, f"weight_{name}"), getattr(self, f"bias_{name}", None)
         return functools.partial(self.projections[name], weight=weight, bias=bias)
 

@@ -24,8 +24,7 @@ from secondorder.optimizer import SecondOrderOptimizer
 #: A function of the step, or milestones ``{step: value}``.
 Schedule: TypeAlias = Callable[[int], Any] | Mapping[int, Any]
 
-#: Entries of a group that are not options: the parameters, and entries that schedulers and optimizers store for
-#: their own use.
+#: Entries of a group that are not options: the parameters, and what schedulers and optimizers store there.
 _RESERVED = frozenset({"params", "param_names", "initial_lr", "fallback_base_lr"})
 #: Options of our methods that determine the layout of a layer's state, which is fixed when a group is added.
 _ALLOCATING = frozenset(

@@ -8,8 +8,7 @@ which have arrived on the host long before::
     observe     Σ ‖∇‖ on the device      Σ ‖∇‖ on the device
     end         copy starts ─────────►   read by the first decide of a later period
 
-Signals are equal on all ranks, and therefore decisions are too. A norm that is not finite, such as that of a dropped
-batch, is ignored.
+Signals, and therefore decisions, are equal on all ranks. An infinite or NaN norm, as of a dropped batch, is ignored.
 
 Mean gradient norms by period are from HyLo (SC22). The other rules are new.
 """

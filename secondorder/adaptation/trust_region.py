@@ -243,8 +243,7 @@ class TrustRegion:
         if rejected:
             before.undo()
             self._forget_momentum(before)
-            # In changes of a few percent it would take dozens of steps, none of which moves, to correct a λ that is far
-            # off.
+            # In changes of a few percent it would take dozens of steps, none of which moves, to correct a wrong λ.
             factor = max(self._rise(), 2.0 ** (self._table.groups[0]["rejected_in_a_row"] - 1))
         self._scale_damping(factor)
 

@@ -1,8 +1,7 @@
 """Backward passes since the last step, and the destinations of their gradients.
 
 ``loss.backward()`` accumulates in ``.grad``; ``torch.autograd.grad(loss, parameters)`` returns gradients and leaves
-``.grad`` unchanged. A step uses the gradients in ``.grad``, so the statistics have to be those of the backward passes
-that produced them:
+``.grad`` unchanged. A step uses the gradients in ``.grad``, so the statistics have to be of the passes behind them:
 
 * if every pass returned its gradients, the user adds them up, and all passes count;
 * if some passes accumulated, these count, as long as ``.grad`` was not reset between them;

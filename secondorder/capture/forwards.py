@@ -16,8 +16,7 @@ from secondorder.capture.taps import Seen, in_backward
 
 #: Number of forward passes without a backward pass that are kept.
 _MAX_PASSES = 4096
-#: Forwards that may wait to be observed though the model's own outputs are gone: something may have been computed from
-#: them.
+#: Forwards that may wait to be observed though the model's outputs are gone, since others may come from them.
 _WAITING_PASSES = 8
 
 

@@ -230,8 +230,7 @@ class Collectives:
             stage: Stage under which the messages are counted.
 
         Returns:
-            The work; its ``wait()`` returns, by root, the stacks ``[size, ...]`` in the order of ranks. It has those of
-            this rank only.
+            The work; its ``wait()`` returns, by root, stacks ``[size, ...]`` in the order of ranks, of this rank only.
         """
         call = self._call(group, stage)
         mine = [root for root in by_root if call.local(root) == call.rank]

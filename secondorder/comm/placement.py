@@ -68,8 +68,7 @@ def workers_of(world: int, fraction: float) -> int:
     """Return the number of gradient workers, of whom ``fraction`` within ``(0, 1]`` is the share of all ranks.
 
     Raises:
-        ValueError: If the fraction does not give a whole number of workers that divides ``world``; the message lists
-            the fractions that do.
+        ValueError: If the fraction gives no whole number of workers that divides ``world``; it lists those that do.
     """
     exact = world * fraction
     workers = round(exact)

@@ -148,8 +148,7 @@ class RankGrid(CommStrategy):
             grid: Grid of the ranks of that world.
             units: The units that are placed there.
             owners: Owner of each unit.
-            groups: Stand-ins for the groups of the world, of the rank's row and of its column; None for a group of one
-                rank.
+            groups: Stand-ins for the groups of the world, of the rank's row and of its column; None for a single rank.
         """
         self._rank, self._grid, self._units, self._owners = rank, grid, list(units), list(owners)
         self._world, self._row, self._column = groups

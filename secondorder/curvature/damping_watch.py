@@ -34,8 +34,7 @@ class Damped(NamedTuple):
 class DampingWatch:
     """Compares λ with the curvature once, and warns if λ is ten times larger everywhere.
 
-    The numbers are computed on the device. The host reads its copy of them at the first step at which it has arrived,
-    and never waits for it.
+    The numbers are computed on the device. The host reads its copy of them once it has arrived, and never waits.
     """
 
     def __init__(self) -> None:

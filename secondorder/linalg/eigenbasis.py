@@ -77,8 +77,7 @@ def route_costs(
     * ``"gramian"`` multiplies pairs of rows, ``Σ_{s,t} (g̃_s ∘ g̃_t)(ã_s ∘ ã_t)ᵀ``, by symmetry those of t ≥ s only. With
       one position this is the product of the squared rows.
     * ``"gradient"`` rotates rows, forms the gradient and squares it.
-    * ``"unprojected"`` forms the gradient and rotates that; ``"unprojected_a"`` and ``"unprojected_g"`` do so on one
-      side only.
+    * ``"unprojected"`` forms the gradient and rotates that; ``"unprojected_a"`` and ``"unprojected_g"``, on one side.
 
     Args:
         positions: S, positions of an example.
@@ -431,8 +430,7 @@ def _squared_gradients(rows_a: Tensor, rows_g: Tensor, basis_a: Tensor | None, b
     """Return ``Σ_n (Q_Gᵀ G_n Q_A)² [..., n_g, n_a]`` with ``G_n = Σ_s g aᵀ`` of rows ``[..., N, S, n]``."""
     gradients, examples = rows_g.mT @ rows_a, -3
     if basis_g is not None:
-        # The layout [..., n_g, N, n_a] makes the rotation of all examples one product, and that of the other side as
-        # well.
+        # The layout [..., n_g, N, n_a] makes the rotation of all examples one product on either side.
         gradients, examples = gradients.transpose(-3, -2).contiguous(), -2
         gradients = (basis_g.mT @ gradients.flatten(-2)).view_as(gradients)
     if basis_a is not None:

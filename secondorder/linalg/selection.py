@@ -59,8 +59,7 @@ class Draw(NamedTuple):
     Attributes:
         index: Examples, int64 ``[..., r]``. They are distinct unless drawn with replacement, and ascending as far as
             there was something to draw.
-        weight: ω, in the dtype of the scores ``[..., r]``; 0 where there was nothing left to draw, nan for an example
-            that is not finite.
+        weight: ω, in the dtype of the scores ``[..., r]``; 0 where nothing was left to draw, nan for a nonfinite one.
     """
 
     index: Tensor  # type: ignore[assignment]  # not the method of tuples
@@ -208,8 +207,7 @@ def interpolate(
         rank: r, from 1 to n.
         tolerance: A pivot must be larger than this times the largest diagonal entry; None for 1e-13 with a float64
             kernel, and 1e-6 otherwise.
-        order: Pivots int64 ``[..., r]`` in this order, from :func:`pivots`; None for the largest remaining diagonal
-            each.
+        order: Pivots int64 ``[..., r]`` in order, from :func:`pivots`; None for the largest remaining diagonal each.
 
     Returns:
         The decomposition, in float64 up to n = 2048.

@@ -45,8 +45,7 @@ class Stacks:
         Args:
             name: Name of the stack, which replaces an earlier one of this name.
             tensors: The tensors.
-            stamp: Values that change whenever the tensors do. Torch counts changes in place as well, but not those by
-                messages.
+            stamp: Values that change whenever the tensors do. Torch counts changes in place, but not by messages.
         """
         versions = (*(t._version for t in tensors), *stamp)
         kept = self._kept.get(name)

@@ -7,8 +7,7 @@ pair of eigenvectors. EK-FAC measures this curvature as the second moment of per
     s = \tfrac1N \sum_n (Q_G^\top \nabla_n Q_A)^{\circ 2}, \qquad
     V = Q_G \left[ (Q_G^\top \nabla Q_A) \oslash (s + \lambda)^p \right] Q_A^\top .
 
-This is the best approximation of the exact block among all curvatures that are diagonal in this basis, and it has the
-same trace.
+Among all curvatures that are diagonal in this basis, it is the closest to the exact block, and it has its trace.
 
 =======================  =======================================================
 ``damping``              λ

@@ -1,7 +1,6 @@
 """Dry runs of HyLo, whose rows have sizes that depend on the batch.
 
-A dry run assumes that all ranks capture the same number of examples: ``batch_size``, or the largest number of any rank
-in the last refresh.
+A dry run assumes that all ranks capture the same number of examples: ``batch_size``, or the most in the last refresh.
 """
 
 from __future__ import annotations

@@ -63,8 +63,7 @@ class ModelFisher:
         own = [current.evidence for current in waiting if current.root == waiting[-1].root]
         batches, dim = [evidence.examples or 0 for evidence in own], max((evidence.dim for evidence in own), default=0)
         laid = [Head.of(*head, batches, dim) for head in zip(heads, kinds, targets, strict=True)]
-        # The mean over loss terms is taken when all micro-batches are complete. Heads are weighted by their numbers of
-        # terms.
+        # The mean over loss terms is taken when all micro-batches are complete. Heads are weighted by their terms.
         terms = [head.terms for head in laid]
         most = torch.stack([t.to(terms[0].device) for t in terms]).max()  # not 0 where any head has terms
         by_head = [

@@ -154,8 +154,7 @@ class Categorical(Likelihood):
         axis = self._axis(outputs)
         p = _softmax(outputs, axis)
         # The sample inverts the cumulative distribution. It takes one random number per term and, unlike
-        # torch.multinomial, it causes no error and no wait if logits are not finite (the result is NaN there, and the
-        # step drops it).
+        # torch.multinomial, it causes no error and no wait if logits are not finite (the step drops the NaN there).
         cumulative = p.movedim(axis, -1).cumsum(-1).contiguous()  # [N, …, C]
         u = _uniform((*cumulative.shape[:-1], 1), cumulative, generator)
         drawn = torch.searchsorted(cumulative, u * cumulative[..., -1:], right=True)

@@ -4,8 +4,7 @@ Every adapter keeps this identity: with rows ``a`` of :meth:`Adapter.input_rows`
 ``g`` of :meth:`Adapter.output_rows` in the same order, ``Σ g aᵀ`` is the gradient of ``[W | b]``.
 
 **A new layer type** needs one subclass of :class:`Adapter`, registered with ``register_layer``. An adapter holds
-numbers and never the module, because it is used inside backward hooks, where reading a module's parameters is unsafe
-under sharding.
+numbers and never the module, because it is used inside backward hooks, where sharded parameters cannot be read.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from torch import Tensor, nn
 
 from secondorder.linalg.dense import Workspace, empty_aligned
 
-#: Patches are gathered for this many bytes of examples at a time, so that they stay in cache and the peak memory stays
-#: flat.
+#: Patches are gathered for this many bytes of examples at a time, which bounds memory and keeps them in cache.
 CHUNK_BYTES = 16 * 2**20
 
 
@@ -242,8 +240,7 @@ class Tap(NamedTuple):
     Attributes:
         module: The module.
         part: Index of the block, of Γ, that its calls fill; -1 for all.
-        adapter: The adapter of its calls. Modules that share a weight may differ in their use of it, such as the
-            stride.
+        adapter: The adapter of its calls. Modules that share a weight may differ in their use of it (the stride).
     """
 
     module: nn.Module

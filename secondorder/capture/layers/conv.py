@@ -196,8 +196,7 @@ class ConvTransposeAdapter(ConvAdapter):
 
         Returns:
             The input as it is or, with an ``output_size``, expanded by appended axes whose sizes are the output
-            paddings plus 1. There is one more of them than spatial axes, which distinguishes such an input from a plain
-            one.
+            paddings plus 1. There is one more of them than spatial axes, which tells such an input from a plain one.
         """
         x: Tensor = args[0] if args else kwargs["input"]
         output_size = args[1] if len(args) > 1 else kwargs.get("output_size")

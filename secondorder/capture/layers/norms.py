@@ -135,8 +135,7 @@ class RMSNormAdapter(LayerNormAdapter):
 
     def normalized(self, x: Tensor) -> Tensor:
         if self.eps is None:
-            # The eps that stands for None depends on the dtype of the input, and the exact rule on the release of
-            # torch.
+            # The eps that stands for None depends on the dtype of the input and on the release of torch.
             return widened(F.rms_norm(x, self.shape))
         return F.rms_norm(widened(x), self.shape, eps=self.eps)
 

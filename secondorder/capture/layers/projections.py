@@ -313,8 +313,7 @@ def _attend_fused(
 # ------------------------------------------------------------------ attention of an unchanged module
 
 
-#: The projections of every module that was ever watched: two optimizers tap the same ones, so that one call reaches
-#: both.
+#: The projections of every module that was ever watched, which all of its optimizers tap.
 _PROJECTIONS: weakref.WeakKeyDictionary[nn.MultiheadAttention, AttentionProjections] = weakref.WeakKeyDictionary()
 
 

@@ -1,5 +1,4 @@
 """Statistics of one layer: sums and rows that are collected during the backward pass.
 
-The modules contain Kronecker factors, squares in an eigenbasis and rows of examples, their batch means, and their
-running averages.
+The modules contain Kronecker factors, squares in an eigenbasis and rows of examples, with their means over time.
 """

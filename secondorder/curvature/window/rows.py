@@ -169,8 +169,7 @@ class DenseRows(Rows):
         device: Device of the rows.
         dtype: Dtype of the stored rows.
         feedback: Whether rounding is fed back.
-        columns: Number of entries of a row of the whole window, if this is a part of it: precision depends on that
-            alone.
+        columns: Number of entries of a row of the whole window, if this is a part of it. It determines the precision.
     """
 
     def __init__(
