@@ -198,6 +198,7 @@ def output_change(module: nn.Module, evaluated: Evaluated, direction: Directions
             value = at.get(p, p).detach()
             tangent = direction.get(p)
             values[name] = value if tangent is None else forward_ad.make_dual(value, tangent.to(value.dtype))
+        handle = nn.modules.module.register_module_forward_pre_hook(_Guard(values.values()))
         try:
             output = torch.func.functional_call(module, values, forward.args, forward.kwargs)
         except (NotImplementedError, RuntimeError) as error:
@@ -207,8 +208,26 @@ def output_change(module: nn.Module, evaluated: Evaluated, direction: Directions
                 f"the exact quadratic model differentiates the model in forward mode, and part of it cannot: {error}. "
                 f"Write that part with other operators (give a custom autograd.Function a jvp), or {_REMEDY}."
             ) from error
+        finally:
+            handle.remove()
         outputs, tangent = evaluated.pick(output)
     return torch.zeros_like(outputs) if tangent is None else tangent
+
+
+class _Guard:
+    """Global pre-hook that raises an error where torch would drop the tangents of a module's parameters silently."""
+
+    def __init__(self, values: Iterable[Tensor]) -> None:
+        self._duals = {id(x) for x in values if forward_ad.unpack_dual(x).tangent is not None}
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Compare the tangents here with those outside."""
+        for p in module.parameters(recurse=False):
+            if id(p) in self._duals and forward_ad.unpack_dual(p).tangent is None:
+                raise RuntimeError(
+                    f"forward-mode derivatives of the parameters of {type(module).__name__} are lost, because a custom "
+                    "autograd.Function, such as a checkpoint with use_reentrant=True, calls it"
+                )
 
 
 def exact_products(

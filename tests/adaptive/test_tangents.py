@@ -240,12 +240,12 @@ def test_products_use_the_autocast_of_the_forward() -> None:
 
 
 class Checkpointed(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, *, reentrant: bool = False) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner, self.reentrant = inner, reentrant
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
+        return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=self.reentrant)
 
 
 def test_recomputed_activations_are_one_forward() -> None:
@@ -256,6 +256,19 @@ def test_recomputed_activations_are_one_forward() -> None:
         outputs.sum().backward()
     assert len(forwards) == 1
     output_change(it.model, Evaluated(*forwards, outputs, None), random_direction(it.model), {})
+
+
+def test_parameters_whose_tangents_a_reentrant_checkpoint_drops_are_refused() -> None:
+    """Torch itself refuses only the tangents of the checkpoint's inputs, of which these have none."""
+    it = case("mlp")
+    it.model = Checkpointed(it.model, reentrant=True)
+    it.x.requires_grad_()
+    with recorded(it.model, CPU) as forwards:
+        outputs = it.run()
+    one, moves = Evaluated(*forwards, outputs, None), random_direction(it.model)
+    with pytest.raises(RuntimeError, match=r"parameters of Linear are lost.*use_reentrant=True.*or drop likelihood="):
+        output_change(it.model, one, moves, {})
+    assert not output_change(it.model, one, {}, {}).any()  # frozen layers are fine, and no hook is left
 
 
 def test_a_moment_restores_generators_and_buffers() -> None:
