@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from torch.nn.utils import prune
 
 from tests.support.checkpoints import Pair, assert_same_run, through_a_file
 from tests.support.methods import Method, Variant
@@ -76,3 +77,13 @@ def test_a_run_with_a_frozen_bias_resumes_exactly(method: Method, mlp: Task) -> 
     second.load_state_dict(through_a_file(optimizer.state_dict()))
     go_on([(model, optimizer), (other, second)], mlp, None)
     assert_identical(values(other), values(model))
+
+
+def test_a_checkpoint_loads_if_a_layer_is_pruned_later(method: Method, mlp: Task) -> None:
+    """Its weight is then no parameter of the layer any more, so the layer has no block."""
+    (model, optimizer), (other, second) = method.start(mlp, 3), method.start(mlp)
+    other.load_state_dict(model.state_dict())
+    prune.l1_unstructured(other.first, "weight", amount=0.5)
+    second.load_state_dict(through_a_file(optimizer.state_dict()))
+    assert "first" not in getattr(second, "blocks", {})
+    train(other, second, mlp, 2, start=3)
