@@ -74,6 +74,7 @@ class Backwards:
     def clear(self) -> None:
         """Begin again, after a step."""
         self.has_run = self.accumulated = self.returned = self.is_unclear = self._is_mixed = False
+        self._outer = False
         self._left: list[Tensor | None] | None = None
         self._task = -1
 
@@ -86,9 +87,14 @@ class Backwards:
         """Whether there are gradients, all of them outside ``.grad``."""
         return self.returned and not self.accumulated
 
-    def kind(self, index: int) -> bool | None:
+    def kind(self, index: int, again: bool) -> bool | None:
         """Whether the pass that is running accumulates the gradient of an owner; see :func:`accumulates`."""
-        return accumulates(self._nodes.get(index))
+        found = accumulates(self._nodes.get(index))
+        if again and found is False:  # a Function recomputed the layer, and returns the gradient to an outer pass
+            return self._outer
+        if not again and found is not None:
+            self._outer = found
+        return found
 
     def note(self, accumulated: bool) -> None:
         """Record a pass whose statistics count."""

@@ -236,8 +236,8 @@ class Capture:
         if self.observes:
             self.backwards.note_observed()
 
-    def wants(self, index: int) -> bool:
-        """Return whether the running backward pass belongs to the gradient of this due site.
+    def wants(self, index: int, again: bool = False) -> bool:
+        """Return whether the running backward pass, of a recomputation or not, has the gradient of this due site.
 
         Raises:
             RuntimeError: If this backward pass is itself differentiated.
@@ -246,7 +246,7 @@ class Capture:
             return False
         if torch.is_grad_enabled():
             raise RuntimeError(_HIGHER_ORDER.format(name=self.statistics.sites[index].name))
-        kind = self.backwards.kind(index)
+        kind = self.backwards.kind(index, again)
         if kind is None or self.backwards.disregards(kind):
             return False
         if kind and self.backwards.only_returned:

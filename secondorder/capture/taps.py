@@ -83,17 +83,18 @@ class Seen(NamedTuple):
 class EagerTap:
     """Hook on the gradient of a layer output, which releases the input once the gradients of the step have fired it."""
 
-    __slots__ = ("capture", "current", "fired", "seen")
+    __slots__ = ("again", "capture", "current", "fired", "seen")
 
     def __init__(self, capture: Capture, seen: Seen, current: Pass | None) -> None:
         self.capture, self.current = capture, current
         self.seen: Seen | None = seen
         self.fired: int = seen.site
+        self.again = in_backward()
 
     def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
         """Record the gradient at the layer output."""
         g = gradients[0]
-        if g is None or not self.capture.wants(self.fired):
+        if g is None or not self.capture.wants(self.fired, self.again):
             return
         seen = self.seen
         if seen is None:

@@ -18,6 +18,7 @@ from secondorder.capture.backwards import REPLACED
 from tests.support.building import built
 from tests.support.grid import each
 from tests.support.kfac import all_factors, assert_factors, plain_kfac
+from tests.support.networks import Recomputing
 from tests.support.oracles.kfac import expected_factors
 from tests.support.oracles.ranks import distance
 from tests.support.pool import Pool, device_of
@@ -33,6 +34,11 @@ Loop = Callable[[nn.Module, Any], None]
 def net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 10)).double()
+
+
+class Recomputed(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return Recomputing.apply(super().forward, x, *self.parameters())
 
 
 def batch(seed: int = 1) -> tuple[Tensor, Tensor]:
@@ -237,6 +243,17 @@ def test_gradients_of_two_losses_through_one_forward_are_left_out_with_a_warning
     collect(model, [list(gradients)])
     with pytest.warns(UserWarning, match=r"torch\.autograd\.grad was called twice for one forward pass"):
         optimizer.step()
+
+
+@each(loop=[accumulated, by_grad, in_turn])
+def test_a_layer_that_is_recomputed_counts_like_the_others(loop: Loop) -> None:
+    """A ``Function`` returns its gradients to the pass that called it, whose own destination decides."""
+    model = nn.Sequential(*net(), Recomputed(nn.Linear(10, 10).double()), nn.Linear(10, 10).double())
+    optimizer = plain_kfac(model)
+    loop(model, optimizer)
+    with pytest.warns(UserWarning, match="set_to_none=False") if loop is in_turn else silent():
+        optimizer.step()
+    assert {optimizer.state[b.owner]["factor_updates"] for b in optimizer.blocks.values()} == {int(loop is not in_turn)}
 
 
 def test_a_window_takes_what_is_in_grad() -> None:

@@ -191,7 +191,7 @@ class Recomputed(Tokens):
 @pairs(
     lambda mode, repeat, inplace, **_: not mode.startswith("whole") or (repeat == 1 and not inplace),
     approx=APPROXIMATIONS,
-    mode=["plain", "reentrant", "non-reentrant", "whole, reentrant", "whole, non-reentrant"],
+    mode=["plain", "reentrant", "non-reentrant", "function", "whole, reentrant", "whole, non-reentrant"],
     repeat=[1, 2],
     inplace=[False, True],
     sizes=[[7], [4, 1, 2]],
@@ -213,6 +213,7 @@ TWO_FORWARDS = {
     "plain": (mlp, mlp, lambda f: f),
     "reentrant": (reused, lambda: reused(mode="reentrant"), lambda f: f),
     "non-reentrant": (reused, lambda: reused(mode="non-reentrant"), lambda f: f),
+    "function": (reused, lambda: reused(mode="function"), lambda f: f),
     "tuple": (Containers, lambda: Containers("tuple", reentrant=True), lambda f: f[1]),
     "dataclass": (Containers, lambda: Containers("dataclass", reentrant=True), lambda f: f.logits),
     "attributes": (Containers, lambda: Containers("attributes", reentrant=True), lambda f: f.logits),

@@ -162,6 +162,24 @@ def around(**options):
     return seeded_build(lambda: Around(**options))
 
 
+class Recomputing(torch.autograd.Function):
+    """Applies a function, and computes it again to return its gradients, as reversible networks do."""
+
+    @staticmethod
+    def forward(ctx, function, x, *parameters):
+        ctx.function = function
+        ctx.save_for_backward(x, *parameters)
+        return function(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        x, *parameters = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            output = ctx.function(x)
+        return None, *torch.autograd.grad(output, (x, *parameters), g)
+
+
 class Reused(nn.Module):
     """Linear layers with a choice of activation, checkpointing and repetition of the middle one."""
 
@@ -178,7 +196,12 @@ class Reused(nn.Module):
 
     def forward(self, x):
         x = self.act(self.first(x))
-        x = self.body(x) if self.mode == "plain" else checkpoint(self.body, x, use_reentrant=self.mode == "reentrant")
+        if self.mode == "function":
+            x = Recomputing.apply(self.body, x, *self.middle.parameters())
+        elif self.mode == "plain":
+            x = self.body(x)
+        else:
+            x = checkpoint(self.body, x, use_reentrant=self.mode == "reentrant")
         x = self.head(x)
         return x.mean(1) if self.tokens else x
 
