@@ -169,7 +169,8 @@ def are_gone(owners: Sequence[nn.Parameter], reduced: bool) -> bool:
 def _node_of(parameter: nn.Parameter) -> Any:
     if parameter.requires_grad and is_cut(parameter):
         return ALWAYS
-    return torch.autograd.graph.get_gradient_edge(parameter).node if parameter.requires_grad else None
+    with torch.inference_mode(False):
+        return torch.autograd.graph.get_gradient_edge(parameter).node if parameter.requires_grad else None
 
 
 def _part(p: nn.Parameter) -> Tensor | None:

@@ -5,6 +5,7 @@ Examples are weight averages, EMA teachers, evaluations, per-example gradients, 
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -182,6 +183,17 @@ def test_diagnostics_and_kept_directions_change_nothing(method: Method, variant:
     twin, undisturbed = trained(method, **variant.keywords)
     train(twin, undisturbed, MLP, 1, start=STEPS)
     assert_same_run((model, optimizer), (twin, undisturbed))
+
+
+def test_steps_may_run_in_inference_mode(method: Method) -> None:
+    pairs = [method.start(MLP) for _ in range(2)]
+    for step in range(STEPS):
+        for (model, optimizer), context in zip(pairs, (nullcontext, torch.inference_mode), strict=True):
+            optimizer.zero_grad()
+            MLP.loss(model, step).backward()
+            with context():
+                optimizer.step()
+    assert_same_run(*pairs)
 
 
 @pytest.mark.option("window_size")
