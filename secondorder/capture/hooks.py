@@ -50,7 +50,7 @@ class RootEnter(OwnHook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begin a pass if statistics are due."""
         switch, compiles = self.switch, torch.compiler.is_compiling()
-        if not module.training:
+        if not module.training or torch.compiler.is_exporting():
             return
         if not compiles:
             if in_transform():
@@ -171,7 +171,7 @@ class LayerHook(OwnHook):
         """Tap the output if this layer is due and will take part in a backward pass."""
         if not self.armed or not self.switch.armed or not module.training or not torch.is_grad_enabled():
             return None
-        if not isinstance(output, Tensor) or not output.requires_grad:
+        if not isinstance(output, Tensor) or not output.requires_grad or torch.compiler.is_exporting():
             return None
         switch = self.switch
         if output.is_nested or not self._is_first(module._forward_hooks):

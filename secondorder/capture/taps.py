@@ -268,6 +268,7 @@ def in_backward() -> bool:
 
 
 def in_transform() -> bool:
-    """Whether a ``torch.func`` transform is running, whose tensors are wrappers that belong to no training step."""
+    """Whether a ``torch.func`` transform or a trace is running, whose tensors belong to no training step."""
     peek = getattr(torch._C._functorch, "peek_interpreter_stack", None)
-    return peek is not None and peek() is not None
+    is_traced = bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
+    return is_traced or (peek is not None and peek() is not None)

@@ -4,6 +4,7 @@ Examples are weight averages, EMA teachers, evaluations, per-example gradients, 
 """
 
 import copy
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -106,6 +107,17 @@ def gradient_of_inputs(model: nn.Module, optimizer: Any, step: int) -> None:
         torch.autograd.grad(model.train(training)(inputs).sum(), inputs)
 
 
+@always
+def traced(model: nn.Module, optimizer: Any, step: int) -> None:
+    """A model that is exported in training mode has no operators of the optimizer."""
+    inputs = MLP.batch(100 + step)[0]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`torch.jit.trace", DeprecationWarning)
+        torch.jit.trace(model, inputs)
+    nodes = torch.export.export(model, (inputs,)).graph.nodes
+    assert not [node for node in nodes if "secondorder" in str(node.target)]
+
+
 ANYWHERE: dict[str, Prepare] = {
     "foreign parameters": foreign_parameters,
     "gradient of inputs": gradient_of_inputs,
@@ -119,6 +131,7 @@ MOMENTS: dict[str, dict[str, Prepare]] = {
         "average with buffers": average(use_buffers=True),
         "paused training": paused_training,
         "attaching again": attaching_again,
+        "export": traced,
         "hooks of the step": hooks_of_the_step,
         **ANYWHERE,
         **COPIES,
