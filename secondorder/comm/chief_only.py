@@ -9,7 +9,6 @@ import torch
 
 from secondorder import options
 from secondorder.comm.rank_grid import RankGrid
-from secondorder.comm.strategy import Parcel, Pending
 from secondorder.options import complete_docstring
 
 
@@ -44,6 +43,7 @@ class ChiefOnly(RankGrid):
         options.choice("gradients", "inverses")("deliver", deliver)
         options.choice("all", "chief")("statistics", statistics)
         self._root, self._deliver, self._statistics = root, deliver, statistics
+        self.only_owners_capture = statistics == "chief"
         super().__init__(
             average_gradients=average_gradients, wire_dtype=wire_dtype, timeout=timeout, verify_every=verify_every
         )
@@ -57,26 +57,6 @@ class ChiefOnly(RankGrid):
         if world > 1 and self._root >= world:
             raise ValueError(f"root={self._root}, but there are {world} ranks")
         return [self._root if world > 1 else 0]
-
-    def captures(self, index: int) -> bool:
-        """Whether this rank captures. Either all ranks do, or only the chief does."""
-        return self._statistics == "all" or self._owners[index] == self._rank or self._units[index].everywhere
-
-    def sources(self, index: int) -> int:
-        """Return the number of ranks that capture: either all of them or only the chief."""
-        return super().sources(index) if self._statistics == "all" else 1
-
-    def reduce_statistics(self, parcels: Sequence[Parcel]) -> Pending:
-        """Sum statistics on the chief; if only the chief captures, no message is needed."""
-        mine = self._statistics == "chief"
-        return super().reduce_statistics([p for p in parcels if not mine or self._units[p.index].everywhere])
-
-    def gather_statistics(self, parcels: Sequence[Parcel]) -> list[Parcel]:
-        """Stack statistics on the chief; if only the chief captures, they are its own."""
-        if self._statistics == "all":
-            return super().gather_statistics(parcels)
-        own = [Parcel(p.index, [t[None] for t in p.tensors]) for p in parcels]
-        return [p if self._owners[p.index] == self._rank else Parcel(p.index, []) for p in own]
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of the chief, and those of all grids."""

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from secondorder.comm.mem_opt import MemOpt
-from secondorder.comm.strategy import Parcel, Pending
 from secondorder.options import complete_docstring
 
 
@@ -29,6 +26,8 @@ class LocalFactors(MemOpt):
         ValueError: If a value is out of range.
     """
 
+    only_owners_capture = True
+
     def __init__(
         self,
         *,
@@ -40,20 +39,3 @@ class LocalFactors(MemOpt):
         super().__init__(
             average_gradients=average_gradients, wire_dtype=wire_dtype, timeout=timeout, verify_every=verify_every
         )
-
-    def captures(self, index: int) -> bool:
-        """Whether this rank captures a unit. The owner does, and all ranks do for units that every rank estimates."""
-        return self._owners[index] == self._rank or self._units[index].everywhere
-
-    def sources(self, index: int) -> int:
-        """Return 1, because only the owner captures."""
-        return 1
-
-    def reduce_statistics(self, parcels: Sequence[Parcel]) -> Pending:
-        """Sum only the statistics of units that every rank needs at every step."""
-        return super().reduce_statistics([p for p in parcels if self._units[p.index].everywhere])
-
-    def gather_statistics(self, parcels: Sequence[Parcel]) -> list[Parcel]:
-        """Stack the owner's own statistics."""
-        own = [Parcel(p.index, [t[None] for t in p.tensors]) for p in parcels]
-        return [p if self._owners[p.index] == self._rank else Parcel(p.index, []) for p in own]

@@ -110,6 +110,8 @@ class RankGrid(CommStrategy):
     takes_pieces = True
     #: Whether every rank keeps all running estimates unless ``replicate_factors`` says otherwise.
     replicates_by_default = False
+    #: Whether only the owner of a unit captures its statistics, unless every rank needs the estimate at every step.
+    only_owners_capture: bool = False
 
     def owners_among(self, world: int) -> Sequence[int] | None:
         """Return the ranks that may own units; None for all ranks."""
@@ -327,9 +329,21 @@ class RankGrid(CommStrategy):
         """Return the rank that refreshes the curvature of a unit."""
         return self._owners[index]
 
+    def captures(self, index: int) -> bool:
+        """Whether this rank captures statistics of a unit: all ranks do, or only its owner."""
+        return not self.only_owners_capture or self._units[index].everywhere or self.refreshes(index)
+
+    def sources(self, index: int) -> int:
+        """Return the number of ranks that capture statistics of a unit that not every rank estimates."""
+        return 1 if self.only_owners_capture else self.data_world
+
     def estimates(self, index: int) -> bool:
         """Whether this rank holds the running estimate of a unit."""
-        return self.replicates or self._units[index].everywhere or self._owners[index] == self._rank
+        return self.is_everywhere(index) or self.refreshes(index)
+
+    def is_everywhere(self, index: int) -> bool:
+        """Whether every rank holds the running estimate of a unit."""
+        return self.replicates or self._units[index].everywhere
 
     def preconditions(self, index: int) -> bool:
         """Whether this rank is in the column of the owner."""
@@ -393,11 +407,12 @@ class RankGrid(CommStrategy):
         raise RuntimeError(message)
 
     def reduce_statistics(self, parcels: Sequence[Parcel]) -> Pending:
-        """Sum parcels over all ranks, either on every rank or only on the owners."""
+        """Sum parcels over all ranks, on every rank or on the owners. What only the owner captures is not sent."""
         if not self.combines:
             return Pending()
-        spread = [p for p in parcels if self.is_everywhere(p.index)]
-        rest = [p for p in parcels if not self.is_everywhere(p.index)]
+        if self.only_owners_capture:
+            parcels = [p for p in parcels if self._units[p.index].everywhere]
+        spread, rest = self._split(parcels)
         flags = [flag for p in spread for flag in p.symmetric]
         tensors = [t for p in spread for t in p.tensors]
         works = [self.collectives.all_reduce(tensors, group=self._world, stage="statistics", symmetric=flags)]
@@ -405,16 +420,19 @@ class RankGrid(CommStrategy):
         works.append(self.collectives.reduce(by_root, group=self._world, stage="statistics", symmetric=symmetric))
         return _All(works)
 
-    def is_everywhere(self, index: int) -> bool:
-        """Whether every rank holds the running estimate of a unit."""
-        return self.replicates or self._units[index].everywhere
+    def _split(self, parcels: Sequence[Parcel]) -> tuple[list[Parcel], list[Parcel]]:
+        """Return the parcels of units that every rank estimates, and those of the others."""
+        spread = [p for p in parcels if self.is_everywhere(p.index)]
+        return spread, [p for p in parcels if not self.is_everywhere(p.index)]
 
     def gather_statistics(self, parcels: Sequence[Parcel]) -> list[Parcel]:
-        """Stack tensors of all ranks in rank order, either on every rank or only on the owners."""
+        """Stack tensors of the ranks that capture them in rank order, on every rank or only on the owners."""
         if not self.combines:
             return super().gather_statistics(parcels)
-        spread = [p for p in parcels if self.is_everywhere(p.index)]
-        rest = [p for p in parcels if not self.is_everywhere(p.index)]
+        if self.only_owners_capture:
+            own = super().gather_statistics(parcels)
+            return [p if self.refreshes(p.index) else Parcel(p.index, []) for p in own]
+        spread, rest = self._split(parcels)
         flat = [t for p in spread for t in p.tensors]
         first = self.collectives.all_gather(flat, group=self._world, stage="rows")
         by_root, _ = self._by_root(rest, self._owners.__getitem__)
