@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from secondorder.capture.sites import Statistic
-from secondorder.capture.statistics.averages import all_finite, ratio_ema_
+from secondorder.capture.statistics import averages
 from secondorder.capture.statistics.measurement import Measured
 from secondorder.config import FisherOptions
 from secondorder.curvature.extremes import Extremes
@@ -90,11 +90,6 @@ class Block(ABC):
         return self.runtime.states[self.owner]
 
     @property
-    def count_size(self) -> int:
-        """Numbers in the count of a measured part: one, or one for each of the groups of a layer."""
-        return 1 if self.adapter.is_exact else self.adapter.groups
-
-    @property
     def uses_estimate(self) -> bool:
         """Whether preconditioning uses the running estimate itself."""
         return False
@@ -113,11 +108,17 @@ class Block(ABC):
         """Return a preconditioned matrix ``[(Γ,) n_g, n_a]``, or with ``orthogonalize`` its polar factor."""
         return polar.step_of(direction, self.options.storage.orthogonal_dtype) if self.sets_length else direction
 
-    @property
-    def shaping_flops(self) -> float:
-        """FLOPs of :meth:`step_of`."""
-        adapter = self.adapter
-        return adapter.groups * polar.flops(adapter.n_g, adapter.n_a) if self.sets_length else 0.0
+    def data(self, examples: int) -> Tensor | float:
+        """Return the number of data behind the statistics of a batch: observed loss terms, or else examples."""
+        is_mean_of_terms = self.fisher.is_observed and self.group["loss_reduction"] == "mean"
+        return self.runtime.observed_terms.clamp(min=1) if is_mean_of_terms else float(examples)
+
+    def gradient_scale(self, examples: int) -> Any:
+        """Return the factor from sums of ``g° g°ᵀ`` over captured gradients to means over data. It may be a tensor."""
+        if not self.fisher.is_observed:
+            return averages.gradient_scale(examples, self.group["loss_reduction"], self.group["loss_terms"])
+        data = self.data(examples)  # observed vectors have unit scale
+        return 1.0 / (float(data.numpy()) if isinstance(data, Tensor) and data.device.type == "cpu" else data)
 
     def translated(self, theirs: Mapping[str, Any], group: Mapping[str, Any]) -> Mapping[str, Any]:
         """Convert a loaded state to the form in which this optimizer stores it."""
@@ -219,12 +220,8 @@ class Block(ABC):
         """Return the undamped curvature as a dense matrix, block-diagonal over the groups of a convolution."""
 
 
-class PlainBlock(Block):
-    """Base class of blocks with one running estimate and no factorization in a refresh.
-
-    Custom methods derive from it. They have the option ``factor_decay``, and their measured parts have the keys of the
-    estimate in the schema.
-    """
+class EstimatedBlock(Block):
+    """Base class of blocks with a running estimate, whose state has the entries of ``schema.COUNTERS``."""
 
     @property
     def is_empty(self) -> bool:
@@ -236,6 +233,19 @@ class PlainBlock(Block):
         """Whether something was folded into the estimate."""
         return bool(self.state["factor_updates"] > 0)
 
+    def is_finite(self, measured: Measured) -> Tensor:
+        """Return whether what was measured is finite, a 0-dim bool tensor."""
+        totals = [part.total for part in measured.parts.values()]
+        return averages.all_finite(totals) if totals else torch.tensor(True)
+
+
+class PlainBlock(EstimatedBlock):
+    """Base class of blocks with one running estimate and no factorization in a refresh.
+
+    Custom methods derive from it. They have the option ``factor_decay``, and their measured parts have the keys of the
+    estimate in the schema.
+    """
+
     def described(self) -> tuple[str, str]:
         """Return an empty text for ``describe()``, and the sizes of the layer."""
         lead = f"{self.adapter.groups}×" if self.adapter.groups > 1 else ""
@@ -246,17 +256,13 @@ class PlainBlock(Block):
         schema = self.schema(self.group, self.state)
         return {key: schema[key] for key in keys(schema, Place.ESTIMATE) if schema[key].kind != "buffers"}
 
-    def is_finite(self, measured: Measured) -> Tensor:
-        """Return whether what was measured is finite, a 0-dim bool tensor."""
-        return all_finite([part.total for part in measured.parts.values()]) if measured.parts else torch.tensor(True)
-
     def fold(self, measured: Measured, gate: Tensor | None) -> Tensor:
         """Update each running mean with its measured part, and return whether all were finite."""
         parts, state, finite = measured.parts, self.state, self.is_finite(measured)
         good = finite if gate is None else finite & gate  # without a gate, the gradients have been checked
         totals, scales = [part.total for part in parts.values()], [cast(float, part.scale) for part in parts.values()]
-        decay, weight = self.group["factor_decay"], state["factor_weight"]
-        ratio_ema_([state[key] for key in parts], weight, totals, scales, float(measured.examples), decay, good)
+        running, weight, decay = [state[key] for key in parts], state["factor_weight"], self.group["factor_decay"]
+        averages.ratio_ema_(running, weight, totals, scales, float(measured.examples), decay, good)
         return finite
 
     def tasks(self, begun: bool = False) -> dict[str, Task]:

@@ -139,8 +139,7 @@ class EigenbasisBlock(FactoredBlock):
     def _measured_scale(self, sums: ScaleSums, examples: int) -> Estimate:
         reduction = self.group["loss_reduction"]
         if self.fisher.is_observed:
-            count = self.runtime.observed_terms.clamp(min=1) if reduction == "mean" else float(examples)
-            return Estimate(sums.total, self.gradient_scale(examples), count)
+            return Estimate(sums.total, self.gradient_scale(examples), self.data(examples))
         total, factor = sums.per_datum(reduction, examples)
         terms = self.group["loss_terms"] if reduction == "mean" else 1.0
         return Estimate(total, factor * terms, sums.data(examples))
@@ -200,7 +199,7 @@ class EigenbasisBlock(FactoredBlock):
     def count_update(self, measured: Measured, due: Due) -> None:
         """Count the updates of the factors and of the scale, on whichever rank they took place."""
         if due.factors:
-            super().count_update(measured, due)
+            self.count_factors()
         # After loading, ranks may compute the bases only after the forward pass that would have measured.
         if due.scale and (measured.seen is None or "scale" in measured.seen):
             self.count_scale()

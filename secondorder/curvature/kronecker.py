@@ -14,7 +14,7 @@ from secondorder.capture.statistics import averages
 from secondorder.capture.statistics.kronecker import KroneckerSums, Sampler
 from secondorder.capture.statistics.measurement import Estimate, Measured
 from secondorder.curvature import factors
-from secondorder.curvature.block import ESTIMATE_ALONE, Block, Due
+from secondorder.curvature.block import ESTIMATE_ALONE, Due, EstimatedBlock
 from secondorder.curvature.extremes import Extremes
 from secondorder.curvature.factorization import Task
 from secondorder.curvature.factors import STORAGES, KroneckerFactors, Storage
@@ -24,7 +24,7 @@ from secondorder.curvature.schema import Schema, tensors
 from secondorder.curvature.truncation import Truncated
 
 
-class FactoredBlock(Block):
+class FactoredBlock(EstimatedBlock):
     """Base class of blocks with running estimates of A and G, their eigenbases, and damping."""
 
     #: How the state stores dense factors. If it is None, the option ``packed`` decides.
@@ -54,17 +54,6 @@ class FactoredBlock(Block):
         """Eigenvectors of a factor in the precision of products; None means the identity."""
         return self.eigen.basis(self.state, side)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether the block is new and its factors have no updates."""
-        weight = self.state.get("factor_weight")
-        return self.state["refreshes"] == 0 and isinstance(weight, Tensor) and not float(weight)
-
-    @property
-    def has_estimate(self) -> bool:
-        """Whether the factors have updates."""
-        return bool(self.state["factor_updates"] > 0)
-
     # ------------------------------------------------------------------ statistics
     def new_sums(self) -> KroneckerSums:
         """Empty sums of a block."""
@@ -77,30 +66,13 @@ class FactoredBlock(Block):
         likes = [torch.empty(like.shape, dtype=like.dtype, device=self.owner.device) for like in found]
         return KroneckerSums(self.adapter, group["approx"], likes[0], likes[1], sampler, constant_g)
 
-    def gradient_scale(self, examples: int) -> Any:
-        """Factor that converts sums over captured gradients to means over examples. It may be a 0-dim tensor."""
-        group = self.group
-        if self.fisher.is_observed:  # the vectors have unit scale
-            if group["loss_reduction"] == "sum":
-                return 1.0 / examples
-            terms = self.runtime.observed_terms.clamp(min=1)
-            return 1.0 / (float(terms.numpy()) if terms.device.type == "cpu" else terms)
-        return averages.gradient_scale(examples, group["loss_reduction"], group["loss_terms"])
-
     def measured_factors(self, sums: KroneckerSums, examples: int) -> dict[str, Estimate]:
         """The factors of a batch, scaled per datum."""
         a, g = sums.finish()
         scale: Any = self.gradient_scale(examples)
         if self.fisher.kind == "forward_only":
             g, scale = _identity_like(g, self.is_diagonal("g")), 1.0
-        observed = self.fisher.is_observed and self.group["loss_reduction"] == "mean"
-        count = self.runtime.observed_terms.clamp(min=1) if observed else float(examples)
-        return {"factor_a": Estimate(a, 1.0, sums.rows), "factor_g": Estimate(g, scale, count)}
-
-    def is_finite(self, measured: Measured) -> Tensor:
-        """Whether what was measured is finite, a 0-dim bool tensor."""
-        totals = [part.total for part in measured.parts.values()]
-        return averages.all_finite(totals) if totals else torch.tensor(True)
+        return {"factor_a": Estimate(a, 1.0, sums.rows), "factor_g": Estimate(g, scale, self.data(examples))}
 
     def fold_factors(self, measured: Measured, gate: Tensor | None) -> Tensor:
         """Update the running factors with those of a batch, and return whether they were finite."""
@@ -124,14 +96,14 @@ class FactoredBlock(Block):
         if self.group["decay_per_step"]:
             self.state[last] = self.runtime.step
 
+    def count_factors(self) -> None:
+        """Count an update of the factors, on whichever rank it took place."""
+        self.state["factor_updates"] += 1
+        self.note_step("factor_step")
+
     def batch_weight(self, examples: int) -> float:
         """Weight W of a batch in the running estimates."""
         return float(examples) if self.group["weighting"] == "samples" else 1.0
-
-    def count_update(self, measured: Measured, due: Due) -> None:
-        """Count an update of the estimate, on whichever rank it took place."""
-        self.state["factor_updates"] += 1
-        self.note_step("factor_step")
 
     # ------------------------------------------------------------------ damping
     def damping_of(self, mean_value: Tensor) -> Tensor:
@@ -215,6 +187,10 @@ class KroneckerBlock(FactoredBlock):
     def fold(self, measured: Measured, gate: Tensor | None) -> Tensor:
         """Update the running factors with those of the batch."""
         return self.fold_factors(measured, gate) if measured.parts else torch.tensor(True)
+
+    def count_update(self, measured: Measured, due: Due) -> None:
+        """Count an update of the factors, on whichever rank it took place."""
+        self.count_factors()
 
     # ------------------------------------------------------------------ inverse
     def inverse_for(self, group: Mapping[str, Any]) -> Inverse:

@@ -127,14 +127,6 @@ class RowBlock(Block):
             self.fresh = Fresh(rows, examples, raw.real, finite if gate is None else finite & gate)
         return finite
 
-    def gradient_scale(self, examples: int) -> Any:
-        """Factor of ``‖u‖²`` from captured rows of some examples to rows scaled per datum; a tensor on a device."""
-        group = self.group
-        if self.fisher.is_observed:  # rows are of unit scale
-            terms = self.runtime.observed_terms.clamp(min=1)
-            return 1.0 / (examples if group["loss_reduction"] == "sum" else terms if terms.is_cuda else float(terms))
-        return averages.gradient_scale(examples, group["loss_reduction"], group["loss_terms"])
-
     # ------------------------------------------------------------------ refresh
     def damping_of(self, trace: Tensor, rows: int) -> Tensor:
         """λ ``[(Γ)]``, float64, from the trace of the kernel over so many rows."""

@@ -68,8 +68,8 @@ class RowForm:
     @property
     def lead(self) -> tuple[int, ...]:
         """Leading shape of the tensors: Γ if the layer has groups."""
-        adapter = self.layer.adapter
-        return () if adapter.is_exact or adapter.groups == 1 else (adapter.groups,)
+        groups = self.layer.adapter.row_groups
+        return () if groups == 1 else (groups,)
 
     def schema(self, sizes: Sizes, *, known: bool = False) -> Schema:
         """Entries for rows, their kernel and the counters. ``known`` means that every rank combines the rows itself."""
@@ -92,8 +92,7 @@ class RowForm:
     def sizes_in(self, held: Mapping[str, Any], group: Mapping[str, Any], planned: int) -> Sizes:
         """The sizes of the rows of a state, which may be a loaded one; for a state without rows, the planned ones."""
         adapter, a, g = self.layer.adapter, held.get("rows_a"), held.get("rows_g")
-        d_a = 0 if adapter.constant_input else adapter.n_a
-        d_g = adapter.n_g * adapter.groups if adapter.is_exact else adapter.n_g
+        d_a, d_g = 0 if adapter.constant_input else adapter.n_a, adapter.row_width
         if not (isinstance(a, Tensor) and isinstance(g, Tensor) and g.dim() >= 3):
             return Sizes(planned, 1, d_a, d_g, keeps_indices(adapter, group["approx"]))
         # Use the sizes of the state if this block can have them; a checkpoint may belong to another model.

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from secondorder.curvature.block import Block
 from secondorder.curvature.schema import Schema, tensors
+from secondorder.linalg import polar
 from secondorder.linalg.eigenpairs import OVERSAMPLING, PASSES
 
 #: FLOPs divided by n³ of an eigendecomposition of [n, n], and of a Cholesky factorization with the inverse.
@@ -46,14 +47,15 @@ def flops_of_refresh(block: Block, schema: Schema) -> float:
 
 
 def flops_of_direction(block: Block, schema: Schema) -> float:
-    """Return the FLOPs of a preconditioned gradient of a block."""
+    """Return the FLOPs of a preconditioned gradient of a block, or of one without curvature if the schema is empty."""
     found = tensors(schema)
     n_a, n_g, groups = block.adapter.n_a, block.adapter.n_g, block.adapter.groups
     if "rows_g" in found:
         total = _flops_of_woodbury(found["rows_g"], found["rows_a"], n_a, n_g)
     else:
         total = sum(2.0 * groups * columns * n_a * n_g for _, _, columns in _factorizations(block, found))
-    return total + block.shaping_flops
+    # With ``orthogonalize``, the direction is replaced by its polar factor.
+    return total + (groups * polar.flops(n_g, n_a) if block.sets_length else 0.0)
 
 
 def _factorizations(block: Block, found: Mapping[str, Tensor]) -> Iterator[tuple[int, float, int]]:

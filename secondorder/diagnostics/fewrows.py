@@ -129,9 +129,7 @@ def _rank_event(look: Look, system: System | None) -> Event:
     if system is not None:
         with suppress(LinAlgError):  # if it does not converge, an observer must not end the training
             found = approximation.spectrum(system.kernel, system.damping)
-    # The units of a normalization layer are one vector.
-    d_o = adapter.n_g * adapter.groups if adapter.is_exact else adapter.n_g
-    known = {"layer": look.block.name, "m": look.m, "d_i": adapter.n_a, "d_o": d_o}
+    known = {"layer": look.block.name, "m": look.m, "d_i": adapter.n_a, "d_o": adapter.row_width}
     return known | dict.fromkeys(SPECTRUM) | found
 
 

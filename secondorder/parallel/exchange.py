@@ -117,7 +117,7 @@ class StatisticsExchange:
             if n := int(total[0]):
                 mine = posted.measured.get(block.index)
                 number = numbers[block.index] = total[_WORDS:]
-                parts = zip(schema, number.split(block.count_size), strict=False)
+                parts = zip(schema, number.split(block.adapter.row_groups), strict=False)
                 seen = frozenset(key for key, count in parts if bool(count.any()))
                 found[block.index] = Measured({}, n, None if mine is None else mine.rest, seen)
                 if next(iter(schema), "") == "factor_a":
@@ -151,7 +151,7 @@ class StatisticsExchange:
 
     def _contribution(self, block: Block, measured: Measured | None, schema: Schema) -> tuple[Tensor, Parcel]:
         """Words ``[examples, contributed, dropped, counts of each part …]`` and sums of this rank or zeros."""
-        size, device = block.count_size, self._device_of(block)
+        size, device = block.adapter.row_groups, self._device_of(block)
         finite = None if measured is None else block.is_finite(measured).to(device)
         counts, found = [], []
         # Nothing is sent for a unit that only its owner captures.
@@ -176,7 +176,7 @@ class StatisticsExchange:
         """The combined parts of the blocks whose estimates this rank holds."""
         if not self.comm.estimates(block.index):
             return {}
-        own = counts.split(block.count_size) if schema else ()
+        own = counts.split(block.adapter.row_groups) if schema else ()
         found = zip(schema, parcel.tensors, own, strict=True)
         return {key: mean_of(total, c) for key, total, c in found if bool(c.any())}  # what any rank has measured
 

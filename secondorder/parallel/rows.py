@@ -55,7 +55,7 @@ class Census(NamedTuple):
     def sizes(self, block: RowBlock, rows: int) -> Sizes:
         """Return the sizes of rows of a block in messages."""
         adapter = block.adapter
-        wide = adapter.n_g * adapter.groups if adapter.is_exact else adapter.n_g
+        wide = adapter.row_width
         if adapter.constant_input:
             return Sizes(rows, self.positions, 0, wide)
         if self.whole:

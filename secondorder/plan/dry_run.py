@@ -154,7 +154,7 @@ class LayerDryRun:
         """Yield the FLOPs of statistics, refreshes and directions."""
         for block in self.layers.plan.blocks:
             interval, holders = block.group[self.layers.refresh_interval], self._comm.holders
-            directions = block.shaping_flops
+            directions = flops_of_direction(block, {})
             if interval:
                 schema = self.layers.plan.live_schema(block)
                 yield from self._work_of_statistics(block, schema)

@@ -147,7 +147,7 @@ class RowDryRun(LayerDryRun):
             batch.positions,
             batch.whole,
             torch.zeros(block.with_rows.lead, dtype=torch.float64),
-            torch.ones(block.count_size, dtype=torch.float64),
+            torch.ones(block.adapter.row_groups, dtype=torch.float64),
         )
 
     def _with_form(self, block: RowBlock, census: Census) -> Census:

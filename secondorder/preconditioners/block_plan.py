@@ -17,6 +17,7 @@ from secondorder.curvature.block import BlockT
 from secondorder.curvature.layer import Layer, LayerOptions
 from secondorder.curvature.layer_plan import plan_layers
 from secondorder.curvature.schema import Place, Schema, held, nbytes, shape_of
+from secondorder.curvature.work import flops_of_direction
 from secondorder.curvature.wrappers import clean_name, unwrap
 from secondorder.preconditioners.base import CurvaturePlan
 
@@ -107,7 +108,7 @@ class BlockPlan(CurvaturePlan, Generic[BlockT]):
             block.name,
             f"{blocks}×{g}×{a} {block.layer.kind} " + ", ".join(f"{k} {entry.shape}" for k, entry in schema.items()),
             refresh_flops=float(blocks * sum(flat)),
-            step_flops=self.is_on(block.group) * products + block.shaping_flops,
+            step_flops=self.is_on(block.group) * products + flops_of_direction(block, {}),
             nbytes=sum(nbytes(schema).values()),
             interval=int(block.group[self.interval]) or 100,  # curvature that is off may be turned on later
             everywhere=block.uses_estimate,

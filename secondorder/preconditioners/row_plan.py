@@ -77,7 +77,7 @@ class RowPlan(BlockPlan[RowBlock]):
     def unit(self, block: RowBlock) -> Unit:
         """Return the unit of a block for a strategy. Ranks do not compare the sizes of rows, which may change."""
         adapter, group = block.adapter, block.group
-        blocks, wide = (1, adapter.groups * adapter.n_g) if adapter.is_exact else (adapter.groups, adapter.n_g)
+        blocks, wide = adapter.row_groups, adapter.row_width
         r, batch = self.rank_of(group, self.batch_size or _EXAMPLES), self.batch_size or "of any size"
         return (
             super()

@@ -4,6 +4,7 @@ Tests on several ranks show only the cost of a message; here its contents are ch
 """
 
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -27,7 +28,7 @@ STATE: Schema = {"factor": FACTOR, "basis": BASIS, "values": VALUES, "damping": 
 class Layer:
     """The attributes of a block that the exchange reads."""
 
-    count_size = 1
+    adapter = SimpleNamespace(row_groups=1)
 
     def __init__(self, index: int) -> None:
         self.index, self.name, self.owner = index, f"layer {index}", torch.nn.Parameter(torch.zeros(2))

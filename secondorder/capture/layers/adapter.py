@@ -87,6 +87,16 @@ class Adapter(ABC):
         return self.d_out
 
     @property
+    def row_groups(self) -> int:
+        """Number of groups with separate rows of examples: Γ, or 1 for an exact block, whose units are one vector."""
+        return 1 if self.is_exact else self.groups
+
+    @property
+    def row_width(self) -> int:
+        """Size of a row of output gradients: that of G, or of all units together if the block is exact."""
+        return self.n_g * self.groups // self.row_groups
+
+    @property
     def is_matrix(self) -> bool:
         """Whether the parameters form matrices of several rows and columns, which map all inputs to all outputs."""
         return not (self.one_hot or self.is_exact) and min(self.n_a, self.n_g) > 1
