@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from secondorder.capture.layers.embedding import EmbeddingAdapter
-from secondorder.linalg import eigenbasis
 from secondorder.linalg.dense import Workspace
-from secondorder.linalg.eigenbasis import dense, precondition, qr_refresh, route_costs, scale_intra, transport
+from secondorder.linalg.eigenbasis import dense, precondition, qr_refresh, transport
+from secondorder.linalg.gradient_squares import choose_route, route_costs, scale_intra
 from tests.support.grid import each
 from tests.support.operators import Operators
 
@@ -145,7 +145,7 @@ def test_the_route_of_a_layer() -> None:
         (256, 64 * 9, 64): "unprojected_a",  # more positions than rows of the gradient, fewer than columns
         (256, 64, 64 * 9): "unprojected_g",
     }
-    assert {sizes: eigenbasis.choose_route(*sizes) for sizes in chosen} == chosen
+    assert {sizes: choose_route(*sizes) for sizes in chosen} == chosen
 
 
 def peak_bytes(**arguments: Any) -> int:

@@ -45,7 +45,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "product(x, basis_a.mT)", "product(x, basis_a)", ("tests/curvature", *ORACLE, *EKFAC),
     ),
     Mutation(
-        "pairs-of-positions-count-once", "linalg/eigenbasis.py",
+        "pairs-of-positions-count-once", "linalg/gradient_squares.py",
         "alpha=2 if distance else 1", "alpha=1", ("tests/ekfac -k scale_functions", *EKFAC),
     ),
     Mutation(

@@ -10,7 +10,7 @@ from secondorder.capture.layers.embedding import EmbeddingAdapter
 from secondorder.capture.statistics.call import Call
 from secondorder.capture.statistics.examples import in_chunks
 from secondorder.capture.statistics.kronecker import KroneckerSums
-from secondorder.linalg import eigenbasis
+from secondorder.linalg import gradient_squares
 from secondorder.linalg.dense import full_precision
 
 
@@ -100,7 +100,9 @@ class ScaleSums:
             if self._tokens is not None:
                 g = g.flatten(-3, -2)[..., None, :]
                 a = a if a is None else a.flatten(-3, -2)[..., None, :]
-            total = eigenbasis.scale_intra(a, g, bases[0], bases[1], homogeneous=adapter.has_bias and a is not None)
+            total = gradient_squares.scale_intra(
+                a, g, bases[0], bases[1], homogeneous=adapter.has_bias and a is not None
+            )
             out.add_(total, alpha=weight)
 
     def _count_tokens(self, calls: list[Call], part: int) -> None:
