@@ -26,13 +26,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.rnn import PackedSequence
 
-from secondorder.capture.layers.projections import (
-    AttentionProjections,
-    LinearMap,
-    Projection,
-    attention,
-    attention_parts,
-)
+from secondorder.capture.layers.attention import attention, attention_parts
+from secondorder.capture.layers.projections import AttentionProjections, LinearMap, Projection
 
 __all__ = ["GRU", "LSTM", "RNN", "GRUCell", "LSTMCell", "MultiheadAttention", "RNNCell", "expose"]
 

@@ -28,7 +28,7 @@ from secondorder.capture.fisher.observation import Observation
 from secondorder.capture.forwards import Forwards
 from secondorder.capture.gate import Gate
 from secondorder.capture.hooks import ModelHooks
-from secondorder.capture.layers.projections import WatchedAttention
+from secondorder.capture.layers.attention import WatchedAttention
 from secondorder.capture.loss_scale import LossScale
 from secondorder.capture.passes import Pass
 from secondorder.capture.sites import Captured, Site

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from secondorder.capture.backwards import is_cut
 from secondorder.capture.batch import Input, Rule, Use
 from secondorder.capture.copies import OwnHook, conceal, remove
-from secondorder.capture.layers.projections import WatchedAttention
+from secondorder.capture.layers.attention import WatchedAttention
 from secondorder.capture.sites import Site
 from secondorder.capture.taps import (
     CAPTURES,

@@ -19,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import secondorder.nn
-from secondorder.capture.layers.projections import Projection, WatchedAttention
+from secondorder.capture.layers.attention import WatchedAttention
+from secondorder.capture.layers.projections import Projection
 from tests.support.grid import each, pairs
 from tests.support.kfac import noise
 from tests.support.operators import Operators

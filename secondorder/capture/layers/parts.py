@@ -12,10 +12,11 @@ from typing import NamedTuple
 from torch import nn
 
 from secondorder.capture.layers.adapter import Adapter
+from secondorder.capture.layers.attention import WatchedAttention
 from secondorder.capture.layers.handwritten import HandwrittenNorm, recognise
 from secondorder.capture.layers.norms import NormAdapter
 from secondorder.capture.layers.others import StackedAdapter
-from secondorder.capture.layers.projections import LinearMap, WatchedAttention
+from secondorder.capture.layers.projections import LinearMap
 from secondorder.capture.layers.registry import find_adapter
 
 
