@@ -92,7 +92,7 @@ def save(out_dir: Path, name: str, tables: Sequence[Table], data: Mapping[str, A
         for table in tables:
             target.print(table)
     (out_dir / f"{name}.txt").write_text(text.getvalue(), encoding="utf-8")
-    payload = plain({"environment": environment(), **data, "tables": list(map(asdict, tables))})
+    payload = to_json({"environment": environment(), **data, "tables": list(map(asdict, tables))})
     (out_dir / f"{name}.json").write_text(json.dumps(payload, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     print_path("results", out_dir / f"{name}.json")
 
@@ -110,12 +110,12 @@ def environment() -> dict[str, str | int]:
     }
 
 
-def plain(value: Any) -> Any:
+def to_json(value: Any) -> Any:
     """Convert a value to JSON types: a number that is not finite becomes None, a path its text, and a tuple a list."""
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [to_json(item) for item in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if isinstance(value, int | str | bool | None) else str(value)

@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 
 from benchmarks import machine, report
 from benchmarks.checkpoints import Pause
-from benchmarks.report import plain
+from benchmarks.report import to_json
 
 VERSION = 1
 CELLS_VERSION = 2
@@ -52,8 +52,8 @@ def save(path: Path, results: Mapping[str, Any]) -> None:
 def write(path: Path, head: Mapping[str, Any], name: str, entries: Sequence[Mapping[str, Any]]) -> None:
     """Write a file atomically, with one entry per line, so that a diff shows the new entries."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join(json.dumps(plain(entry), allow_nan=False) for entry in entries)
-    text = json.dumps(plain(head), indent=1, allow_nan=False)[:-2] + f',\n "{name}": [\n' + lines + "\n]}\n"
+    lines = ",\n".join(json.dumps(to_json(entry), allow_nan=False) for entry in entries)
+    text = json.dumps(to_json(head), indent=1, allow_nan=False)[:-2] + f',\n "{name}": [\n' + lines + "\n]}\n"
     draft = path.with_suffix(f".{os.getpid()}.part")
     draft.write_text(text, encoding="utf-8")
     draft.replace(path)
@@ -123,15 +123,15 @@ class Cells:
         identity = _timed(identity)  # before the measurement, which may change the number of threads
         pause = self.pause(identity)
         with report.status(_title(identity)):
-            figures: Figures = plain(measure(pause))
-        self._found[_key(identity)] = plain(identity), figures, {**report.environment(), "processor": processor()}
+            figures: Figures = to_json(measure(pause))
+        self._found[_key(identity)] = to_json(identity), figures, {**report.environment(), "processor": processor()}
         self.write()
         pause.done()
         return figures
 
     def pause(self, identity: Identity) -> Pause:
         digest = hashlib.sha256(_key(_timed(identity)).encode()).hexdigest()[:16]
-        return Pause(self.path.with_suffix(".runs") / f"{digest}.pt", dict(plain(identity)))
+        return Pause(self.path.with_suffix(".runs") / f"{digest}.pt", dict(to_json(identity)))
 
     def write(self) -> None:
         head = self.payload()
@@ -154,7 +154,7 @@ def _title(identity: Identity) -> str:
 
 
 def _key(identity: Identity) -> str:
-    return json.dumps(plain(identity), sort_keys=True)
+    return json.dumps(to_json(identity), sort_keys=True)
 
 
 @contextmanager

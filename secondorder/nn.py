@@ -280,12 +280,12 @@ class _Layers(_Recurrent, nn.RNNBase):
         ended: list[State] = []
         outputs: list[Tensor] = []
         for step in steps:
-            alive, held = step.shape[0], state[0].shape[0]
-            if alive < held:
-                ended.append(_rows(state, alive, held))
+            alive, before = step.shape[0], state[0].shape[0]
+            if alive < before:
+                ended.append(_rows(state, alive, before))
                 state = _rows(state, 0, alive)
-            elif alive > held:
-                state = _join([state, _rows(first, held, alive)])
+            elif alive > before:
+                state = _join([state, _rows(first, before, alive)])
             state = self._step(step, state, maps)
             outputs.append(state[0])
         outputs = outputs[::-1] if reverse else outputs
@@ -389,14 +389,14 @@ def expose(model: M) -> M:
     """
     left = []
     for name, module in list(model.named_modules()):
-        plain = next((kind for kind in _EXPOSED if isinstance(module, kind)), None)
-        if plain is None or isinstance(module, _Exposed):
+        base = next((kind for kind in _EXPOSED if isinstance(module, kind)), None)
+        if base is None or isinstance(module, _Exposed):
             continue
-        reason = _obstacle(module, plain)
+        reason = _obstacle(module, base)
         if reason:
             left.append(f"{name or 'the module'} ({reason})")
             continue
-        module.__class__ = _exposed_class(_EXPOSED[plain], type(module))
+        module.__class__ = _exposed_class(_EXPOSED[base], type(module))
         module.add_projections()
     if left:
         warnings.warn(
@@ -407,11 +407,11 @@ def expose(model: M) -> M:
     return model
 
 
-def _obstacle(module: nn.Module, plain: type[nn.Module]) -> str:
+def _obstacle(module: nn.Module, base: type[nn.Module]) -> str:
     """Return why a module must keep its class; an empty string if there is no reason."""
     if is_parametrized(module):
         return "its weights are parametrized"
-    if type(module).forward is not plain.forward or "forward" in vars(module):
+    if type(module).forward is not base.forward or "forward" in vars(module):
         return f"{type(module).__name__} has a forward of its own"
     return ""
 

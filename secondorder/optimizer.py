@@ -120,9 +120,9 @@ class SecondOrderOptimizer(Optimizer, Joinable):
         table.interval = self.preconditioner.refresh_interval
         self._update = Update(table, self.preconditioner)
         self._trust = recipe.judge(self.preconditioner, self._update)
-        saved, divided = recipe.saved(self.preconditioner)
+        curvature, divided = recipe.checkpoint_adapters(self.preconditioner)
         checkpoint = Checkpoint(
-            comm, table, runtime, saved, self._update.keys, self.group_options, self.defaults, divided
+            comm, table, runtime, curvature, self._update.keys, self.group_options, self.defaults, divided
         )
         session = RankSession(comm, table, runtime)
 

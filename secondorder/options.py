@@ -118,7 +118,7 @@ def stored_dtype(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be torch.float32 or torch.bfloat16, got {value}")
 
 
-def plain(value: Any) -> Any:
+def to_python(value: Any) -> Any:
     """Convert a NumPy number to a Python number, since ``torch.load(weights_only=True)`` loads only the latter."""
     if isinstance(value, bool):
         return value
@@ -126,7 +126,7 @@ def plain(value: Any) -> Any:
         return int(value)
     if isinstance(value, numbers.Real):
         return float(value)
-    return tuple(map(plain, value)) if isinstance(value, (tuple, list)) else value
+    return tuple(map(to_python, value)) if isinstance(value, (tuple, list)) else value
 
 
 def bare_name(name: str) -> str:

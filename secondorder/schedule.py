@@ -199,16 +199,16 @@ class ParamScheduler:
 
     @torch.no_grad()
     def _write(self, group: dict[str, Any], key: str, value: Any) -> None:
-        held = group.get(key)
-        if not isinstance(held, Tensor):
+        current = group.get(key)
+        if not isinstance(current, Tensor):
             group[key] = value
             return
         if isinstance(self._tracks[key], tuple):
             # Constructors give the same tensor to all groups, but different values need different tensors.
             others = (g for g in self.optimizer.param_groups if g is not group)
-            if any(g.get(key) is held for g in others):
-                held = group[key] = held.clone()
-        held.copy_(value.reshape(held.shape)) if isinstance(value, Tensor) else held.fill_(value)
+            if any(g.get(key) is current for g in others):
+                current = group[key] = current.clone()
+        current.copy_(value.reshape(current.shape)) if isinstance(value, Tensor) else current.fill_(value)
 
     def _warn_relative_damping(self) -> None:
         """Warn about a relative damping that was not requested, because neither damping nor its mode was given."""
@@ -325,14 +325,14 @@ def _track(key: str, schedule: Any) -> _Track:
     return schedule  # type: ignore[no-any-return]
 
 
-def _adapted(key: str, value: Any, held: Any) -> Any:
+def _adapted(key: str, value: Any, current: Any) -> Any:
     """Convert a scheduled value to the type that the group holds: a number, or a tensor with one element."""
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ValueError(f"{key} must be one number, got a tensor of shape {tuple(value.shape)}")
-    if isinstance(held, Tensor) and isinstance(value, Tensor):
+    if isinstance(current, Tensor) and isinstance(value, Tensor):
         return value  # it stays on its device, and the host does not wait for it
     if isinstance(value, Tensor) or getattr(value, "shape", None) == ():
         value = value.item()  # torch and NumPy scalars become Python numbers, which fit into every checkpoint
-    if isinstance(held, Tensor) and not options.is_number(value):
+    if isinstance(current, Tensor) and not options.is_number(value):
         raise TypeError(f"{key} must be a number, got {value!r}")
-    return options.plain(value)
+    return options.to_python(value)

@@ -138,7 +138,7 @@ class GradNormChange(SwitchPolicy):
         options.number(0.0)("eta", self.eta)
         options.whole(1)("period_steps", self.period_steps)
         options.whole(0)("hold", self.hold)
-        self.eta = options.plain(self.eta)
+        self.eta = options.to_python(self.eta)
         self._rates, self._norms = Rates(), PeriodMeans()
         self._parts = (self._rates, self._norms, self._norms.ended)
 
@@ -272,7 +272,7 @@ class ProbeError(SwitchPolicy):
         """Check the values."""
         options.whole(1)("layers", self.layers)
         options.number(0.0)("threshold", self.threshold)
-        self.threshold = options.plain(self.threshold)
+        self.threshold = options.to_python(self.threshold)
         self._errors = Latest("error")
         self._parts = (self._errors,)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.compare import statistics, wording
 from benchmarks.compare.statistics import Results, Summary, targets
-from benchmarks.compare.tables import markdown_table, plain, reach_rows, result_rows
+from benchmarks.compare.tables import escape_markdown, markdown_table, reach_rows, result_rows
 from benchmarks.compare.wording import NOTHING, number, seconds, share
 from benchmarks.report import Table
 
@@ -250,9 +250,9 @@ def _selected(table: Table, place: int, value: str) -> Table:
 def section(results: Results) -> str:
     tables = [result_rows(results), *(reach_rows(results, target) for target in targets(results)[:1])]
     tables = [replace(table, caption="") for table in tables]  # the page explains the columns only once
-    notes = "\n".join(f"* {plain(sentence)}" for sentence in wording.budget(results))
+    notes = "\n".join(f"* {escape_markdown(sentence)}" for sentence in wording.budget(results))
     parts = [
-        plain(" ".join(wording.summary(results))),
+        escape_markdown(" ".join(wording.summary(results))),
         *map(markdown_table, tables),
         f"Notes on these runs:\n\n{notes}",
     ]

@@ -25,16 +25,16 @@ def markdown_table(table: Table) -> str:
     """Return a table as Markdown, with its title in bold and its caption."""
     texts = {0, *(place for row in table.rows for place, cell in enumerate(row) if len(cell) > _SENTENCE)}
     sides = [" :--- " if place in texts else " ---: " for place in range(len(table.columns))]
-    title = [f"**{plain(table.title)}**", ""] if table.title else []
+    title = [f"**{escape_markdown(table.title)}**", ""] if table.title else []
     text = "\n".join([*title, _line(table.columns), "|" + "|".join(sides) + "|", *map(_line, table.rows)])
-    return f"{text}\n\n{plain(table.caption)}" if table.caption else text
+    return f"{text}\n\n{escape_markdown(table.caption)}" if table.caption else text
 
 
 def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(map(plain, cells)) + " |"
+    return "| " + " | ".join(map(escape_markdown, cells)) + " |"
 
 
-def plain(text: str) -> str:
+def escape_markdown(text: str) -> str:
     for letter in ("\\", "|", "*", "_", "`", "<", "["):
         text = text.replace(letter, f"\\{letter}")
     return " ".join(text.split())
@@ -192,10 +192,10 @@ def write_report(results: Results, folder: Path) -> Path:
 def page(results: Results) -> str:
     settings = {run["label"]: json.dumps(run["settings"], ensure_ascii=False) for run in results["runs"]}
     parts = [
-        f"# {plain(results['workload'])} ({results['size']}): optimizers compared",
+        f"# {escape_markdown(results['workload'])} ({results['size']}): optimizers compared",
         f"**{_MADE_UP}**" if results.get("made_up_data") else "",
-        "\n".join(f"* {plain(sentence)}" for sentence in wording.summary(results)),
-        *map(plain, wording.fairness(results)),
+        "\n".join(f"* {escape_markdown(sentence)}" for sentence in wording.summary(results)),
+        *map(escape_markdown, wording.fairness(results)),
         markdown_table(Table("", ("", "this comparison"), tuple(_facts(results)))),
         f"```console\n$ {results['command']}\n```",
         *map(markdown_table, all_rows(results)),

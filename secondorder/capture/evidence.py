@@ -141,8 +141,8 @@ class Evidence:
         self._uses[use.site, use.shape] = use
         self._judged = None
 
-    def see(self, index: int, adapter: Adapter, x: Tensor) -> Use:
-        """Return the recorded input of a layer."""
+    def record_use(self, index: int, adapter: Adapter, x: Tensor) -> Use:
+        """Record the input of a layer unless it is known, and return it."""
         known = self._uses.get((index, tuple(x.shape)))
         if known is None:
             self.note(known := _use_of(index, adapter, x))

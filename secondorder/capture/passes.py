@@ -91,11 +91,11 @@ class Pass:
             nodes += [node for node, _ in nodes.pop(0).next_functions if node is not None]
         return False
 
-    def see(self, index: int, adapter: Adapter, x: Tensor) -> int:
+    def record_call(self, index: int, adapter: Adapter, x: Tensor) -> int:
         """Record a call of a layer, and return the number of earlier calls."""
         call = self.calls.get(index, 0)
         self.calls[index] = call + 1
-        use = self.evidence.see(index, adapter, x)
+        use = self.evidence.record_use(index, adapter, x)
         if self.evidence.is_stray:
             self._steps.setdefault(index, []).append(_Step(use, x.requires_grad))
         return call

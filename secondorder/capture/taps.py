@@ -111,7 +111,7 @@ def put_tap(capture: Capture, hook: LayerHook, x: Tensor, output: Tensor) -> Non
     """Insert a tap on the output of a layer, or record the edge where its gradient can be computed."""
     current, call = capture.find_pass(capture.hooks.switch.token, hook.index), 0
     if current is not None and not in_backward():
-        call = current.see(hook.index, hook.adapter, x)
+        call = current.record_call(hook.index, hook.adapter, x)
     seen = _seen(hook, x.detach(), output.shape, call)
     # Use the node that computed the values, not the tensor: an in-place activation after a view (a Linear on 3-D
     # input returns one) makes the gradient bypass the hooks of the view.
@@ -207,7 +207,7 @@ def _tap_op(output: Tensor, x: Tensor, token: Tensor, key: int, number: int) -> 
         current = capture.find_pass(token, hook.index)
         if current is not None:
             current.is_one |= current.evidence.is_stray  # a compiled call has no number in its backward pass
-            current.see(hook.index, hook.adapter, x)
+            current.record_call(hook.index, hook.adapter, x)
     return output.clone()
 
 

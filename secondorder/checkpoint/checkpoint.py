@@ -19,8 +19,8 @@ from secondorder.checkpoint import comparison
 from secondorder.checkpoint.consolidate import GatheredState
 from secondorder.comm.layout import cut_equally, is_cut
 from secondorder.comm.strategy import CommStrategy
-from secondorder.curvature.schema import Entry, Place, Schema, held, known
-from secondorder.curvature.window.shards import plain
+from secondorder.curvature.schema import Entry, Place, Schema, known, stored_at
+from secondorder.curvature.window.shards import base_key
 from secondorder.frames import depth_of_caller, filled_in_by_torch, is_saved_in_parts
 from secondorder.parameters import Group, ParameterTable
 from secondorder.preconditioners.base import CurvatureState, DividedState, SavedStates
@@ -230,7 +230,7 @@ class Checkpoint:
         for p, group in group_of.items():
             theirs = self._own_values(states[p], filled_in)
             schema = self._expected(p, group, theirs)
-            here = held(schema, self.curvature.places_here(p))
+            here = stored_at(schema, self.curvature.places_here(p))
             missing, wrong = self._differences(p, theirs, schema, here, group["checkpoint_curvature"], filled_in)
             elsewhere += missing
             lines += wrong
@@ -284,7 +284,7 @@ class Checkpoint:
             _refuse(self._divided.bad_values(p, theirs))
             late = self._divided.keys
         return {
-            k: v if plain(k) in late else comparison.adopt_value(k, v, schema[k].like if k in schema else None, p)
+            k: v if base_key(k) in late else comparison.adopt_value(k, v, schema[k].like if k in schema else None, p)
             for k, v in theirs.items()
         }
 

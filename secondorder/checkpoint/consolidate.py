@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from secondorder.comm.layout import is_cut, whole
 from secondorder.comm.strategy import CommStrategy
 from secondorder.curvature.schema import of_kinds
-from secondorder.curvature.window.shards import plain
+from secondorder.curvature.window.shards import base_key
 from secondorder.parameters import ParameterTable
 from secondorder.preconditioners.base import CurvatureState, DividedState
 
@@ -72,7 +72,7 @@ class GatheredState:
         """Return the state of a parameter with the gathered tensors, which replace slices."""
         if not (own := self.tensors.get(p)):
             return found
-        return {key: value for key, value in {**found, **own}.items() if plain(key) == key}
+        return {key: value for key, value in {**found, **own}.items() if base_key(key) == key}
 
     def _gather_shards(self, asks: bool) -> None:
         """Add the tensors that are sharded like their parameter."""

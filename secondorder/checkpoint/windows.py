@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from secondorder.checkpoint.comparison import was_never_trained
 from secondorder.comm.strategy import Parcel
 from secondorder.curvature.schema import Place, Schema, shaped, tensors
-from secondorder.curvature.window.shards import Slice, join, plain
+from secondorder.curvature.window.shards import Slice, base_key, join
 from secondorder.curvature.window.topk import TopK
 from secondorder.curvature.window.unit import Unit, real
 from secondorder.curvature.window.window import LAG, SHARED, SLOT_DIM
@@ -52,7 +52,7 @@ class WindowCheckpoint:
     def placed(self) -> None:
         """None, since windows may be divided between ranks."""
 
-    def schema_of(self, p: nn.Parameter, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
+    def schema_of(self, p: nn.Parameter, group: Mapping[str, Any], state: Mapping[str, Any]) -> Schema:
         """Return the entries of a window in the state of a parameter."""
         unit = self._plan.unit_of.get(p)
         if unit is None:
@@ -74,7 +74,7 @@ class WindowCheckpoint:
             return schema
         rest = {k: entry for k, entry in schema.items() if k not in CATALOG or k in SHARED}
         if unit.part is None:
-            elsewhere = not unit.held and not any(k in CATALOG for k in theirs)
+            elsewhere = not unit.is_local and not any(k in CATALOG for k in theirs)
             return {k: entry for k, entry in rest.items() if k not in SHARED} if elsewhere else schema
         i = unit.place_of(p)
         start, stop = unit.part.span(i)
@@ -94,7 +94,7 @@ class WindowCheckpoint:
     def while_loading(self, states: SavedStates, rebuild: Callable[[], bool]) -> Iterator[None]:
         """Cover frozen parameters that are in a window of a checkpoint, and undo this if the load fails."""
         plan, covered = self._plan, self._plan.unit_of.keys() | self._plan.partition.excluded
-        saved = {p for p, state in states.items() if any(plain(k) in SLOT_DIM for k in state)}
+        saved = {p for p, state in states.items() if any(base_key(k) in SLOT_DIM for k in state)}
         joining = {p for p in saved - covered if not p.requires_grad}
         if not joining:
             yield
@@ -108,7 +108,7 @@ class WindowCheckpoint:
             plan.retreat(*before, joining)
             rebuild()
             for unit in plan.units:
-                if unit.held:
+                if unit.is_local:
                     plan.expose(unit)
             raise
 
@@ -153,11 +153,11 @@ class WindowCheckpoint:
     def _require_all_windows(self, states: SavedStates, group_of: Mapping[nn.Parameter, Group]) -> None:
         untrained = {p for p, state in states.items() if was_never_trained(state, self.common_keys)}
         kept = next((group["checkpoint_curvature"] for group in group_of.values()), "all")
-        there = {p for p, state in states.items() if any(plain(k) in CATALOG for k in state)}
+        there = {p for p, state in states.items() if any(base_key(k) in CATALOG for k in state)}
         lacking = [
             unit.name
             for unit in self._plan.units
-            if unit.held and there.isdisjoint(unit.params) and not untrained.issuperset(unit.params)
+            if unit.is_local and there.isdisjoint(unit.params) and not untrained.issuperset(unit.params)
         ]
         if self._plan.options.partition == "layer" and there and lacking and kept == "all":
             raise RuntimeError(
@@ -177,7 +177,7 @@ class WindowCheckpoint:
         lengths = {"window_idx": block, "tail_idx": real(p).numel() % block}
         lines = []
         for key, idx in theirs.items():
-            length = lengths.get(plain(key))
+            length = lengths.get(base_key(key))
             if length is None or not isinstance(idx, Tensor) or not idx.numel():
                 continue
             if not (idx.min() >= 0 and idx.max() < length):
@@ -193,23 +193,23 @@ class WindowCheckpoint:
             return []
         expected, name = unit.dtypes[unit.place_of(p)], self._table.names[p]
         return [
-            f"parameter '{name}': {key} is {value.dtype}, expected {expected[plain(key)]}: slices are not "
+            f"parameter '{name}': {key} is {value.dtype}, expected {expected[base_key(key)]}: slices are not "
             "converted, save with consolidate_state_dict()"
             for key, value in theirs.items()
-            if "@" in key and plain(key) in expected and value.dtype != expected[plain(key)]
+            if "@" in key and base_key(key) in expected and value.dtype != expected[base_key(key)]
         ]
 
     def install(self, loaded: Mapping[nn.Parameter, dict[str, Any]]) -> None:
         """Copy checked values into the windows."""
         for p, found in loaded.items():
-            live = {k: v for k, v in self._table.state[p].items() if plain(k) in CATALOG}
-            self._table.state[p] = {k: v for k, v in found.items() if plain(k) not in CATALOG} | live
+            live = {k: v for k, v in self._table.state[p].items() if base_key(k) in CATALOG}
+            self._table.state[p] = {k: v for k, v in found.items() if base_key(k) not in CATALOG} | live
         for unit in self._plan.units:
             for event in unit.arrivals.values():
                 event.synchronize()
             unit.arrivals.clear()
             unit.a = None
-            if unit.held:
+            if unit.is_local:
                 states = [loaded[p] for p in unit.params]
                 own = [self._plan.own_state(unit, i, state) for i, state in enumerate(states)]
                 self._plan.take_over(unit, own, loaded[unit.params[0]], _is_rounded(unit, states))
@@ -258,7 +258,7 @@ class WindowCheckpoint:
         count, mine = len(self._plan.units), self._comm.rank
         words = torch.zeros(2, count, dtype=torch.float64)
         for i, unit in enumerate(self._plan.units):
-            words[0, i] = asks and not unit.held
+            words[0, i] = asks and not unit.is_local
             words[1, i] = self._comm.owner(i) == mine and unit.window.outside is not None
         lacks, has = self._comm.agree(words.flatten()).reshape(2, count).bool().tolist()
         return lacks, has

@@ -147,12 +147,12 @@ class Block(ABC):
         """Return the text that ``describe()`` adds to the treatment of the layer, and the sizes of its curvature."""
 
     @abstractmethod
-    def schema(self, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
+    def schema(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> Schema:
         """Return the entries of the state.
 
         Args:
             group: The options.
-            held: The state, current or loaded, which determines sizes that depend only on data.
+            state: The state, current or loaded, which determines sizes that depend only on data.
         """
 
     def momentum_schema(self, p: nn.Parameter, group: Mapping[str, Any]) -> Schema:

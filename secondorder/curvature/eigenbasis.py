@@ -67,7 +67,7 @@ class EigenbasisBlock(FactoredBlock):
     adopted: Tensor
 
     # ------------------------------------------------------------------ what the state holds
-    def schema(self, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
+    def schema(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> Schema:
         """Entries for the factors, the bases, the scale and the counters."""
         bases = self.eigen.schema(group)
         if group["estimator"] == "intra":  # gradients are measured in the bases wherever they are captured

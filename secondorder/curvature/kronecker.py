@@ -168,7 +168,7 @@ class KroneckerBlock(FactoredBlock):
     _last: tuple[tuple[str, int | None, int | None], Inverse] | None = None
 
     # ------------------------------------------------------------------ estimate
-    def schema(self, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
+    def schema(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> Schema:
         """Entries for the factors, for tensors derived from them, and for the counters."""
         return self.factor_schema(group) | self.inverse_for(group).schema(group)
 

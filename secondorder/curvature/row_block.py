@@ -57,25 +57,25 @@ class RowBlock(Block):
 
     # ------------------------------------------------------------------ what the state holds
     def schema(
-        self, group: Mapping[str, Any], held: Mapping[str, Any], planned: int = 0, known: bool = False
+        self, group: Mapping[str, Any], state: Mapping[str, Any], planned: int = 0, known: bool = False
     ) -> Schema:
         """Return entries for rows and their kernel, or for factors, depending on the content of a state.
 
         Args:
             group: The options.
-            held: The state, which may be a loaded one.
+            state: The state, which may be a loaded one.
             planned: Number of rows if it is known before the first batch, else 0.
             known: Whether every rank that stores the rows has combined them itself.
         """
-        found = self.factor_schema(group, held, planned)
-        return found or self.with_rows.schema(self.with_rows.sizes_in(held, group, planned), known=known)
+        found = self.factor_schema(group, state, planned)
+        return found or self.with_rows.schema(self.with_rows.sizes_in(state, group, planned), known=known)
 
-    def factor_schema(self, group: Mapping[str, Any], held: Mapping[str, Any], planned: int) -> Schema | None:
+    def factor_schema(self, group: Mapping[str, Any], state: Mapping[str, Any], planned: int) -> Schema | None:
         """The entries for a block with factors; None if it has rows."""
-        if not held.keys().isdisjoint(("factor_a", "factor_g", "rows_instead")):
-            sizes = (held.get(key) for key in ("rows_instead", "positions_instead"))
+        if not state.keys().isdisjoint(("factor_a", "factor_g", "rows_instead")):
+            sizes = (state.get(key) for key in ("rows_instead", "positions_instead"))
             return self.with_factors.schema(*(n if isinstance(n, int) else 0 for n in sizes))
-        undecided = planned and group["approx"] == "reduce" and "refreshes" not in held
+        undecided = planned and group["approx"] == "reduce" and "refreshes" not in state
         if undecided and factors_are_cheaper(self.adapter, group, planned, 1):
             return self.with_factors.schema(planned, 1)
         return None

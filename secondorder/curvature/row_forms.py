@@ -89,9 +89,9 @@ class RowForm:
     def _empty(self, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
         return self.layer.empty((*self.lead, *shape), dtype)
 
-    def sizes_in(self, held: Mapping[str, Any], group: Mapping[str, Any], planned: int) -> Sizes:
+    def sizes_in(self, state: Mapping[str, Any], group: Mapping[str, Any], planned: int) -> Sizes:
         """The sizes of the rows of a state, which may be a loaded one; for a state without rows, the planned ones."""
-        adapter, a, g = self.layer.adapter, held.get("rows_a"), held.get("rows_g")
+        adapter, a, g = self.layer.adapter, state.get("rows_a"), state.get("rows_g")
         d_a, d_g = 0 if adapter.constant_input else adapter.n_a, adapter.row_width
         if not (isinstance(a, Tensor) and isinstance(g, Tensor) and g.dim() >= 3):
             return Sizes(planned, 1, d_a, d_g, keeps_indices(adapter, group["approx"]))

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from secondorder.curvature.window.shards import plain
+from secondorder.curvature.window.shards import base_key
 
 
 class Place(Enum):
@@ -120,7 +120,7 @@ def tensors(schema: Schema) -> dict[str, Tensor]:
     return {key: entry.like for key, entry in schema.items() if isinstance(entry.like, Tensor)}
 
 
-def held(schema: Schema, places: Container[Place]) -> Schema:
+def stored_at(schema: Schema, places: Container[Place]) -> Schema:
     """Return the entries of a rank at some places: the tensors of these places, and all numbers."""
     return {k: entry for k, entry in schema.items() if not isinstance(entry.like, Tensor) or entry.place in places}
 
@@ -135,7 +135,7 @@ def keys(schema: Schema, place: Place, *, known: bool = True) -> list[str]:
 
 def known(catalog: Mapping[str, Entry], key: str) -> Entry | None:
     """Return the entry of a state key, which may name a part of a window; None if it is not curvature."""
-    return catalog.get(plain(key))
+    return catalog.get(base_key(key))
 
 
 def kinds(schema: Mapping[str, Entry]) -> list[str]:

@@ -43,12 +43,12 @@ class RouteCost(NamedTuple):
     Attributes:
         flops: Floating-point operations of its matrix products.
         moved: Elements read and written in addition.
-        held: Elements of temporaries alive at the same time.
+        memory: Elements of temporaries alive at the same time.
     """
 
     flops: int
     moved: int
-    held: int
+    memory: int
 
 
 def route_costs(
@@ -80,8 +80,8 @@ def route_costs(
     for name, (late_a, late_g) in _LATE.items():
         late_a, late_g = late_a and rotate_a, late_g and rotate_g
         flops = (late if late_a else early)[0] + (late if late_g else early)[1] + 2 * positions * size
-        held = rows + n_g * _padded(n_a) + (n_g * _padded(n_a) if late_a or late_g else 0)
-        costs[name] = RouteCost(flops, (4 + 2 * late_a + 4 * late_g) * size, held)
+        memory = rows + n_g * _padded(n_a) + (n_g * _padded(n_a) if late_a or late_g else 0)
+        costs[name] = RouteCost(flops, (4 + 2 * late_a + 4 * late_g) * size, memory)
     return costs
 
 
@@ -141,7 +141,7 @@ def scale_intra(
     late_a, late_g = _LATE.get(route, (False, False))
     # In addition to the memory of an example, the sum of a chunk's squares is held.
     spare = 0 if route == "gramian" else n_g * n_a
-    for part in _chunks(g.shape[-3], budget - spare, costs[route].held):
+    for part in _chunks(g.shape[-3], budget - spare, costs[route].memory):
         rows_a = _rows(a[..., part, :, :].to(dtype), None if late_a else basis_a, homogeneous)
         rows_g = _rows(g[..., part, :, :].to(dtype), None if late_g else basis_g)
         if route == "gramian":
@@ -156,9 +156,9 @@ def _padded(n: int) -> int:
     return n + 15 if n >= 64 else n
 
 
-def _chunks(examples: int, room: int, held: int) -> Iterator[slice]:
+def _chunks(examples: int, room: int, memory: int) -> Iterator[slice]:
     """Yield slices of as many examples as fit into the room, but of at least one."""
-    size = max(1, room // max(held, 1))
+    size = max(1, room // max(memory, 1))
     return (slice(start, min(start + size, examples)) for start in range(0, examples, size))
 
 

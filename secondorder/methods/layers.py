@@ -98,7 +98,7 @@ class LayerRecipe(Recipe):
         """Return an object that accepts every step."""
         return NoTrust()
 
-    def saved(self, preconditioner: LayerPreconditioner[Any]) -> tuple[LayerCheckpoint, None]:
+    def checkpoint_adapters(self, preconditioner: LayerPreconditioner[Any]) -> tuple[LayerCheckpoint, None]:
         """Return the adapters that save and load the blocks in checkpoints."""
         return preconditioner.checkpoint_type(preconditioner), None
 

@@ -130,7 +130,7 @@ class WindowRecipe(Recipe):
         """Return an object that accepts every step."""
         return NoTrust()
 
-    def saved(self, preconditioner: WindowPreconditioner) -> tuple[WindowCheckpoint, WindowCheckpoint]:
+    def checkpoint_adapters(self, preconditioner: WindowPreconditioner) -> tuple[WindowCheckpoint, WindowCheckpoint]:
         """Return the adapters that save and load the windows in checkpoints."""
         found = WindowCheckpoint(preconditioner.plan, preconditioner.exchange)
         return found, found

@@ -61,7 +61,7 @@ class WindowCuts:
         arrived = iter(self._gathered_pieces(wanted))
         for unit, given in zip(self.units, wanted, strict=True):
             own = [next(arrived) for _ in unit.params]
-            there = given is not None and unit.held
+            there = given is not None and unit.is_local
             yield [x if g is not None else None for x, g in zip(own, given or (), strict=True)] if there else None
 
     def _gathered_pieces(self, wanted: Sequence[Tensors | None]) -> list[Tensor]:

@@ -70,7 +70,7 @@ class WindowExchange:
         if self._cuts is not None:
             yield from self._cuts.own(wanted)
             return
-        yield from (unit.own(x) if x and unit.held else None for unit, x in zip(self.units, wanted, strict=True))
+        yield from (unit.own(x) if x and unit.is_local else None for unit, x in zip(self.units, wanted, strict=True))
 
     # ------------------------------------------------------------------ stage 3: dots
     def refresh_stale(self) -> None:

@@ -121,21 +121,21 @@ class RowDryRun(LayerDryRun):
         """Return the batch that a rank captures for a block; None if it is not known."""
         last, planned = self._last_batch.get(block.name), self.layers.plan.batch_size
         if last is None:  # rows were loaded, or there are none yet
-            held = self._held_sizes(block)
-            whole = not held.d_a and not held.by_index and not block.adapter.constant_input
-            last = Batch(0, self._rows_by_rank(block), held.positions, whole)
+            sizes = self._sizes_of(block)
+            whole = not sizes.d_a and not sizes.by_index and not block.adapter.constant_input
+            last = Batch(0, self._rows_by_rank(block), sizes.positions, whole)
         if planned is not None:
             last = last._replace(examples=planned, rows=planned)
         return last if last.rows else None
 
-    def _held_sizes(self, block: RowBlock) -> Sizes:
+    def _sizes_of(self, block: RowBlock) -> Sizes:
         """Return the sizes of the rows in the state, or else of the planned rows."""
         plan = self.layers.plan
         planned = plan.planned_rows(block, block.group, plan.batch_size or 0)
         return block.with_rows.sizes_in(block.state, block.group, planned)
 
     def _rows_by_rank(self, block: RowBlock) -> int:
-        return self._held_sizes(block).rows // self._sources[block.index]
+        return self._sizes_of(block).rows // self._sources[block.index]
 
     def _census_of(self, block: RowBlock, batch: Batch) -> Census:
         """Return the census of a block, assuming that all ranks that capture it have the same batch."""

@@ -266,14 +266,14 @@ def batch_of(model: nn.Module, inputs: Any, batch_size: int | None) -> tuple[Any
     tensors = [x for x in tree_leaves(given) if isinstance(x, Tensor) and x.dim()]
     if not tensors:
         raise ValueError(f"the inputs contain no tensor with a batch dimension, got {inputs!r}")
-    held = tensors[0].shape[0]
-    examples = batch_size or held
+    given_size = tensors[0].shape[0]
+    examples = batch_size or given_size
 
     def moved(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
         x = x.detach().to("meta")
-        return x.new_empty((examples, *x.shape[1:])) if x.dim() and x.shape[0] == held else x
+        return x.new_empty((examples, *x.shape[1:])) if x.dim() and x.shape[0] == given_size else x
 
     return tree_map(moved, given), examples
 

@@ -309,13 +309,13 @@ class CurvatureState(Protocol):
     #: Options that determine how much is allocated. A checkpoint does not change them.
     structural_options: ClassVar[tuple[str, ...]]
 
-    def schema_of(self, p: nn.Parameter, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
+    def schema_of(self, p: nn.Parameter, group: Mapping[str, Any], state: Mapping[str, Any]) -> Schema:
         """Return the curvature that the state of a parameter holds, on all ranks together.
 
         Args:
             p: The parameter.
             group: Its options.
-            held: Its current state, or its state in a checkpoint, for sizes that depend on the data.
+            state: Its current state, or its state in a checkpoint, for sizes that depend on the data.
 
         Returns:
             The schema.

@@ -16,7 +16,7 @@ from secondorder.comm.strategy import Unit
 from secondorder.curvature.block import BlockT
 from secondorder.curvature.layer import Layer, LayerOptions
 from secondorder.curvature.layer_plan import plan_layers
-from secondorder.curvature.schema import Place, Schema, held, nbytes, shape_of
+from secondorder.curvature.schema import Place, Schema, nbytes, shape_of, stored_at
 from secondorder.curvature.work import flops_of_direction
 from secondorder.curvature.wrappers import clean_name, unwrap
 from secondorder.preconditioners.base import CurvaturePlan
@@ -119,14 +119,14 @@ class BlockPlan(CurvaturePlan, Generic[BlockT]):
         """Whether the blocks of a group have an interval of refreshes, and precondition."""
         return bool(group[self.interval])
 
-    def schema(self, block: BlockT, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
-        """Return the schema of the state of a block. ``held`` is this state, or a loaded one."""
-        return self.without_unused(block.schema(group, held), group, held)
+    def schema(self, block: BlockT, group: Mapping[str, Any], state: Mapping[str, Any]) -> Schema:
+        """Return the schema of the state of a block, which may be a loaded one."""
+        return self.without_unused(block.schema(group, state), group, state)
 
-    def without_unused(self, entries: Schema, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
+    def without_unused(self, entries: Schema, group: Mapping[str, Any], state: Mapping[str, Any]) -> Schema:
         """Return entries without the curvature of a block that has been off from the beginning and needs none."""
         # This depends only on options and counters, which are the same on all ranks.
-        if self.is_on(group) or held.get("factor_updates") or held.get("refreshes"):
+        if self.is_on(group) or state.get("factor_updates") or state.get("refreshes"):
             return entries
         return {key: entry for key, entry in entries.items() if not entry.is_curvature}
 
@@ -134,12 +134,12 @@ class BlockPlan(CurvaturePlan, Generic[BlockT]):
         """Return the schema of the current state of a block."""
         return self.schema(block, block.group, self.table.state.get(block.owner, {}))
 
-    def schema_of(self, p: nn.Parameter, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
+    def schema_of(self, p: nn.Parameter, group: Mapping[str, Any], state: Mapping[str, Any]) -> Schema:
         """Return the schema of the curvature in the state of a parameter with a group and a state."""
         block = self.block_of.get(p)
         if block is None:
             return {}
-        found = self.schema(block, group, held) if block.owner is p else {}
+        found = self.schema(block, group, state) if block.owner is p else {}
         return {**found, **block.momentum_schema(p, group)}
 
     def places_here(self, p: nn.Parameter) -> frozenset[Place]:
@@ -150,7 +150,7 @@ class BlockPlan(CurvaturePlan, Generic[BlockT]):
         """Allocate the curvature in the state of a parameter. Existing tensors that still fit are kept."""
         state, before, entries = self.table.state[p], self.shapes.get(p, {}), self.table.entries
         schema = self.schema_of(p, self.table.group_of[p], state)
-        wanted = held(schema, self.places_here(p))
+        wanted = stored_at(schema, self.places_here(p))
         self.shapes[p] = {k: entry.shape for k, entry in schema.items()}
         entries.update({k: entry._replace(like=0) for k, entry in schema.items() if k not in entries})
         stale = any(k in state and shape_of(state[k]) != entry.shape for k, entry in wanted.items())

@@ -85,7 +85,7 @@ class GroupOptions:
 
     def defaults(self, given: Mapping[str, Any]) -> Group:
         """Return the checked default options, without ``betas`` if schedulers should not act on them."""
-        found = {key: options.plain(value) for key, value in given.items()}
+        found = {key: options.to_python(value) for key, value in given.items()}
         found["fallback"] = options.resolve_fallback(found["fallback"], found["graft"])
         options.validate(found, self.checks)
         self.betas = found["betas"]
@@ -106,7 +106,7 @@ class GroupOptions:
             The group.
         """
         found = self.rules.complete(given, defaults, groups if is_late else [])
-        found = {k: v if k == "params" else options.plain(v) for k, v in found.items()}
+        found = {k: v if k == "params" else options.to_python(v) for k, v in found.items()}
         found = {"betas": self.betas, **options.renamed(found, self._method.checks)}
         _check_keys(self._method, found, self.checks)
         merged = {**defaults, **found}

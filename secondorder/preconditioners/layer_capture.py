@@ -287,8 +287,8 @@ class LayerCapture:
         """Whether this step has the gradients of the last step, in which case a warning is issued once."""
         before, version = self._last_gradient
         gradient = None if before is None else before()
-        held = (block.owner.grad for block in self._plan.blocks)
-        if reduced.measured or gradient is None or gradient._version != version or all(g is not gradient for g in held):
+        mine = (block.owner.grad for block in self._plan.blocks)
+        if reduced.measured or gradient is None or gradient._version != version or all(g is not gradient for g in mine):
             return False
         if REPEATED not in self._warned:
             self._warned.add(REPEATED)

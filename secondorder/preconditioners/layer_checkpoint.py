@@ -35,9 +35,9 @@ class LayerCheckpoint:
         """Return whether a block covers a parameter."""
         return p in self._plan.block_of
 
-    def schema_of(self, p: nn.Parameter, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
+    def schema_of(self, p: nn.Parameter, group: Mapping[str, Any], state: Mapping[str, Any]) -> Schema:
         """Return the curvature that the state of a parameter holds, on all ranks together."""
-        return self._plan.schema_of(p, group, held)
+        return self._plan.schema_of(p, group, state)
 
     def places_here(self, p: nn.Parameter) -> frozenset[Place]:
         """Return the places of tensors of a parameter's state that this rank has."""

@@ -113,13 +113,13 @@ class LayerReport(CurvatureReport):
         found = {name: e for name, b in refreshed.items() if (e := b.extremes()) is not None}
         dampings, conditions = numbers(found)
         # A rank may precondition with an inverse but lack the factors that determine λ.
-        held = {name for name, b in refreshed.items() if name in found or self._plan.comm.preconditions(b.index)}
+        here = {name for name, b in refreshed.items() if name in found or self._plan.comm.preconditions(b.index)}
         last, skipped = self._plan.runtime.step - 1, self._exchange.skipped
         return {
             "damping_by_layer": dampings,
             "condition_number": conditions,
-            "staleness": {n: last - at for n, at in self._refresher.refreshed_at.items() if n in held},
-            "statistics_age": {n: last - at for n, at in self._exchange.learned_at.items() if n in held},
+            "staleness": {n: last - at for n, at in self._refresher.refreshed_at.items() if n in here},
+            "statistics_age": {n: last - at for n, at in self._exchange.learned_at.items() if n in here},
             "skipped_statistics": sum(skipped.values()),
             "skipped_statistics_by_layer": skipped,
             "refresh_failures": self._refresher.failed,

@@ -73,7 +73,7 @@ class Recipe(Protocol):
         ...
 
     @abstractmethod
-    def saved(self, preconditioner: Any) -> tuple[CurvatureState, DividedState | None]:
+    def checkpoint_adapters(self, preconditioner: Any) -> tuple[CurvatureState, DividedState | None]:
         """Return the curvature for checkpoints, and a second adapter if its tensors may be divided between ranks."""
         ...
 

@@ -13,7 +13,7 @@ from secondorder.curvature.example_rows import Batch
 from secondorder.curvature.mode import ModeSwitch
 from secondorder.curvature.row_block import RowBlock
 from secondorder.curvature.row_forms import ROWS, factors_are_cheaper, products_are_smaller
-from secondorder.curvature.schema import Schema, held, likes
+from secondorder.curvature.schema import Schema, likes, stored_at
 from secondorder.linalg import selection
 from secondorder.preconditioners.block_plan import BlockPlan
 
@@ -63,16 +63,16 @@ class RowPlan(BlockPlan[RowBlock]):
 
     def changes_layout(self, block: RowBlock) -> bool:
         """Return whether the rows to keep of this step have other sizes than those in the state of a block."""
-        held = block.state.get("rows_g")
-        if block.is_factored or held is None or block.fresh is None:
+        rows = block.state.get("rows_g")
+        if block.is_factored or rows is None or block.fresh is None:
             return False
-        return (self.limit(block), *block.fresh.rows.g.shape[-2:]) != tuple(held.shape[-3:])
+        return (self.limit(block), *block.fresh.rows.g.shape[-2:]) != tuple(rows.shape[-3:])
 
-    def schema(self, block: RowBlock, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
+    def schema(self, block: RowBlock, group: Mapping[str, Any], state: Mapping[str, Any]) -> Schema:
         """Return the entries for rows and their kernel, or for factors."""
         planned = self.planned_rows(block, group, self.batch_size or 0)
-        found = block.schema(group, held, planned, known=self.comm.replicates)
-        return self.without_unused(found, group, held)
+        found = block.schema(group, state, planned, known=self.comm.replicates)
+        return self.without_unused(found, group, state)
 
     def unit(self, block: RowBlock) -> Unit:
         """Return the unit of a block for a strategy. Ranks do not compare the sizes of rows, which may change."""
@@ -108,6 +108,6 @@ class RowPlan(BlockPlan[RowBlock]):
         p, schema, state = block.owner, block.with_factors.schema(rows, positions), block.state
         for key in [k for k in state if k in ROWS and k not in ("factor_updates", "refreshes")]:
             del state[key]
-        for key, like in likes(held(schema, self.places_here(p))).items():
+        for key, like in likes(stored_at(schema, self.places_here(p))).items():
             state.setdefault(key, torch.zeros_like(like, device=p.device) if isinstance(like, Tensor) else like)
         self.shapes[p] = {key: entry.shape for key, entry in schema.items()}

@@ -17,7 +17,7 @@ from secondorder.curvature.schema import Entry, Schema
 from secondorder.curvature.schema import Place as At
 from secondorder.curvature.window.form import Compression, Form, Place
 from secondorder.curvature.window.memory import free_bytes
-from secondorder.curvature.window.shards import Bounds, Slice, plain
+from secondorder.curvature.window.shards import Bounds, Slice, base_key
 from secondorder.curvature.window.topk import TopK
 from secondorder.curvature.window.unit import Unit, real, stored_otherwise
 from secondorder.curvature.window.window import LAG, SHARED, SLOT_DIM, GradientWindow
@@ -124,7 +124,7 @@ class WindowPlan(CurvaturePlan):
         """
         self.partition.exclude(self.table, self.has_rows)
         # Windows whose state was removed begin again.
-        self.units = [u for u in self.units if not u.held or all(map(self.table.state.get, u.params))]
+        self.units = [u for u in self.units if not u.is_local or all(map(self.table.state.get, u.params))]
         before = {unit.signature: unit for unit in self.units}
         units, named = [], self.named()
         wholes = [self.whole_window(params) for params in named.values()]
@@ -146,7 +146,7 @@ class WindowPlan(CurvaturePlan):
         self.bounds = {p: own for params, bounds in parts for p, own in zip(params, bounds, strict=True)}
         self.copied = set()
         for p in sources.keys() - self.unit_of.keys():  # a removed parameter must not keep the old rows alive
-            self.table.state[p] = {k: v for k, v in self.table.state[p].items() if plain(k) not in CATALOG}
+            self.table.state[p] = {k: v for k, v in self.table.state[p].items() if base_key(k) not in CATALOG}
         return bool(fresh)
 
     @property
@@ -156,7 +156,7 @@ class WindowPlan(CurvaturePlan):
 
     def reported(self) -> Iterator[tuple[str, Sequence[nn.Parameter]]]:
         """Return the name and the parameters of each window on this rank."""
-        return ((unit.name, unit.params) for unit in self.units if unit.held)
+        return ((unit.name, unit.params) for unit in self.units if unit.is_local)
 
     def clear(self, params: Collection[nn.Parameter]) -> None:
         """Discard the windows and their state if other parameters have replaced theirs."""
@@ -167,12 +167,12 @@ class WindowPlan(CurvaturePlan):
         """Return the state in which each parameter has its part of the window instead of a view."""
         found = defaultdict[nn.Parameter, dict[str, Any]](dict)
         for p, own in state.items():
-            found[p] = {k: v.clone() if plain(k) in CATALOG else v for k, v in own.items()}
+            found[p] = {k: v.clone() if base_key(k) in CATALOG else v for k, v in own.items()}
         return found
 
     def has_rows(self, p: nn.Parameter) -> bool:
         """Whether a parameter is in a window, or, for a copy, was in a window of the original."""
-        return p in self.unit_of or p in self.copied or any(plain(key) in SLOT_DIM for key in self.table.state[p])
+        return p in self.unit_of or p in self.copied or any(base_key(key) in SLOT_DIM for key in self.table.state[p])
 
     def named(self) -> dict[str, list[nn.Parameter]]:
         """Covered parameters by the name of their unit."""
@@ -227,8 +227,8 @@ class WindowPlan(CurvaturePlan):
         dtypes = [
             {key: value.dtype for key, value in whole.state(i).items() if key in SLOT_DIM} for i in range(len(params))
         ]
-        held = size > 1 or self.comm.preconditions(index)
-        return Unit(name, params, window, self.table.group_of[params[0]], held=held, part=part, dtypes=dtypes)
+        is_local = size > 1 or self.comm.preconditions(index)
+        return Unit(name, params, window, self.table.group_of[params[0]], is_local=is_local, part=part, dtypes=dtypes)
 
     def _places(
         self, params: Sequence[nn.Parameter], part: Slice | None, device: torch.device | None = None
@@ -256,7 +256,7 @@ class WindowPlan(CurvaturePlan):
         ]
         old = list(dict.fromkeys(sources[p] for p in unit.params if p in sources))
         rounded = stored_otherwise(unit, old)
-        if any(not u.held for u in old):  # the rows are on another rank
+        if any(not u.is_local for u in old):  # the rows are on another rank
             states, shared, old = [{} for _ in states], {}, []
         elif old:
             shared = {**old[0].window.shared_state(), "amplification": old[0].lagged}
@@ -266,9 +266,9 @@ class WindowPlan(CurvaturePlan):
         else:  # a copy, or a new optimizer
             shared = next((state for state in states if "gram" in state), {})
         for p in unit.params:
-            for key in [k for k in self.table.state[p] if plain(k) in CATALOG]:
+            for key in [k for k in self.table.state[p] if base_key(k) in CATALOG]:
                 del self.table.state[p][key]
-        if not unit.held:
+        if not unit.is_local:
             return
         momentum = unit.window.outside is not None or "momentum_weight" in shared
         unit.window = self._window(unit, unit.window.form, momentum)
@@ -280,7 +280,7 @@ class WindowPlan(CurvaturePlan):
 
     def own_state(self, unit: Unit, i: int, state: Mapping[str, Any]) -> dict[str, Tensor]:
         """The curvature in the state of a parameter of a unit, limited to the part of the window on this rank."""
-        found = {plain(k): v for k, v in state.items() if plain(k) in CATALOG}
+        found = {base_key(k): v for k, v in state.items() if base_key(k) in CATALOG}
         if unit.part is None or any("@" in key for key in state):
             return found
         whole = {k: v for k, v in found.items() if k not in SHARED}
@@ -324,14 +324,14 @@ class WindowPlan(CurvaturePlan):
         beta = self.solver.momentum_of_gradients(unit.group)
         if beta > 0 and unit.window.outside is None:
             unit.window.keep_outside()
-            if unit.held:
+            if unit.is_local:
                 self.expose(unit)
         return beta
 
     def _require_memory(self, units: Sequence[Unit]) -> None:
         """Raise an error if the windows do not fit into memory, before anything is allocated."""
         needed: dict[torch.device, int] = {}
-        units = [unit for unit in units if unit.held]
+        units = [unit for unit in units if unit.is_local]
         for unit in units:
             device = unit.params[0].device
             needed[device] = needed.get(device, 0) + unit.window.nbytes
@@ -371,7 +371,7 @@ class WindowPlan(CurvaturePlan):
         self.units, self.bounds = units, bounds
         self.unit_of = {p: unit for unit in units for p in unit.params}
         for p in joined:
-            self.table.state[p] = {k: v for k, v in self.table.state[p].items() if plain(k) not in CATALOG}
+            self.table.state[p] = {k: v for k, v in self.table.state[p].items() if base_key(k) not in CATALOG}
         self.copied = set()
 
     def take_back(self, group: dict[str, Any]) -> None:

@@ -48,7 +48,7 @@ class WindowReport(CurvatureReport):
         """Return the undamped curvature of a layer or a parameter ``[n, n]``, float64; see ``dense_curvature``."""
         chosen = self._named(name)
         unit = self._plan.unit_of[chosen[0]]
-        if unit.part is not None or not unit.held:
+        if unit.part is not None or not unit.is_local:
             raise RuntimeError(
                 f"the rows of '{name}' are not all on rank {self._plan.comm.rank}: use comm=CommOpt(), or load the "
                 "state that consolidate_state_dict() has gathered into an optimizer of one process"
@@ -84,8 +84,8 @@ class WindowReport(CurvatureReport):
         """Return the damping of all windows on this rank, in the one step that compares it."""
         if step + 1 != _STEPS_BEFORE_WATCH:
             return None
-        held = (unit for unit in self._plan.units if unit.held and unit.part is None and unit.a is not None)
-        return [found for unit in held if (found := self._plan.solver.bounds(unit)) is not None]
+        local = (unit for unit in self._plan.units if unit.is_local and unit.part is None and unit.a is not None)
+        return [found for unit in local if (found := self._plan.solver.bounds(unit)) is not None]
 
     def diagnostics(self) -> dict[str, Any]:
         """Return counters as plain numbers and, for each window, the relation of its last direction to the gradient.
@@ -101,14 +101,14 @@ class WindowReport(CurvatureReport):
             effective rank, ...) and, for compressed rows, ``sent_energy``, ``residual_norm`` and ``residual_ratio`` (to
             the norm of the gradient).
         """
-        held = [unit for unit in self._plan.units if unit.held]
+        local = [unit for unit in self._plan.units if unit.is_local]
         # These are counted in the state, so that copies and checkpoints keep them.
-        skipped = {"skipped_steps": max(int(unit.window.counters["skipped"]) for unit in held)} if held else {}
+        skipped = {"skipped_steps": max(int(unit.window.counters["skipped"]) for unit in local)} if local else {}
         return {
             **skipped,
-            "solve_failures": sum(int(unit.window.counters["solve_failures"]) for unit in held),
+            "solve_failures": sum(int(unit.window.counters["solve_failures"]) for unit in local),
             "damping": [g.get("damping", g.get("eps")) for g in self._plan.table.groups],
-            "units": {unit.name: dict(self.metrics(unit)) for unit in held},
+            "units": {unit.name: dict(self.metrics(unit)) for unit in local},
         }
 
     def metrics(self, unit: Unit) -> Iterator[tuple[str, float | int]]:

@@ -116,7 +116,7 @@ class WindowPreconditioner(Preconditioner):
     def drop(self) -> None:
         """Count a batch that is left out."""
         for unit in self.plan.units:
-            if unit.held:
+            if unit.is_local:
                 unit.window.counters["skipped"].add_(1)
 
     def acceptable(self, gradients: Directions) -> Tensor:
@@ -180,7 +180,7 @@ class WindowPreconditioner(Preconditioner):
         """Solve for the coefficients of all directions."""
         alike: dict[tuple[object, ...], list[Unit]] = {}
         for unit in self.plan.units:
-            if unit.inputs is not None and unit.held:
+            if unit.inputs is not None and unit.is_local:
                 unit.source = self._source(unit)
                 alike.setdefault(self.solver.key(unit, self.runtime.step), []).append(unit)
         for units in _batches(alike.values()):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from secondorder import EKFAC, GGT, KFAC, MFAC, HyLo, LowRank, SparseMFAC
-from secondorder.curvature.schema import Entry, Place, held, keys, kinds, nbytes
+from secondorder.curvature.schema import Entry, Place, keys, kinds, nbytes, stored_at
 from tests.support.building import built
 from tests.support.kfac import labels, noise
 
@@ -23,10 +23,10 @@ SCHEMA = {
 
 
 def test_a_rank_holds_numbers_and_the_tensors_of_its_places() -> None:
-    assert list(held(SCHEMA, set(Place))) == list(SCHEMA)
-    assert list(held(SCHEMA, {Place.ESTIMATE})) == ["second", "first", "number"]
-    assert list(held(SCHEMA, {Place.MEASURED, Place.OWN})) == ["number", "own"]
-    assert list(held(SCHEMA, set())) == ["number"]
+    assert list(stored_at(SCHEMA, set(Place))) == list(SCHEMA)
+    assert list(stored_at(SCHEMA, {Place.ESTIMATE})) == ["second", "first", "number"]
+    assert list(stored_at(SCHEMA, {Place.MEASURED, Place.OWN})) == ["number", "own"]
+    assert list(stored_at(SCHEMA, set())) == ["number"]
 
 
 def test_keys_of_a_place_are_sorted_and_without_numbers() -> None:

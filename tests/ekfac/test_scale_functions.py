@@ -175,7 +175,7 @@ def test_temporaries_stay_below_chunk_bytes(route: str, size: tuple[int, int, in
     if basis_a is not None and basis_g is not None:
         basis_a, basis_g = basis_a.to(dtype), basis_g.to(dtype)
         aligned_bases = 4 * ((n_a + 16) ** 2 + (n_g + 16) ** 2) * groups
-    per_example, result = 4 * route_costs(positions, n_a, n_g)[route].held * groups, 4 * n_a * n_g * groups
+    per_example, result = 4 * route_costs(positions, n_a, n_g)[route].memory * groups, 4 * n_a * n_g * groups
     arguments = {"a": a, "g": g, "basis_a": basis_a, "basis_g": basis_g, "route": route, "homogeneous": True}
     for chunk_bytes in (2 * per_example, 5 * per_example, 17 * per_example):
         assert peak_bytes(**arguments, chunk_bytes=chunk_bytes) <= chunk_bytes + result + aligned_bases

@@ -92,7 +92,7 @@ def test_windows_only_exchange_entries_that_are_sharded_differently(rank: int, w
     mine, stays, held = 0, 0, 0
     for unit in optimizer.preconditioner.plan.units:
         for i, p in enumerate(unit.params):
-            start, stop = (0, p.numel() * unit.held) if unit.part is None else unit.part.span(i)
+            start, stop = (0, p.numel() * unit.is_local) if unit.part is None else unit.part.span(i)
             first = optimizer._table.shards.layouts[p].spans[rank]
             mine += stop - start
             stays += max(0, min(stop, first[1]) - max(start, first[0]))

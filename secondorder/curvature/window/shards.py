@@ -147,7 +147,7 @@ def join(key: str, parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
     return torch.cat([part.reshape(-1) for part in parts]).reshape(tuple(shape))
 
 
-def plain(key: str) -> str:
+def base_key(key: str) -> str:
     """Return a state key without the suffix of a part."""
     return key.partition("@")[0]
 

@@ -45,7 +45,7 @@ class Unit:
         arrivals: For each of them, when it arrives on the host.
         decayed: Weight decay that is preconditioned but kept out of the window.
         decay_dots: Dots of the rows with it ``[t]``.
-        held: Whether this rank has the window, or a part of it; otherwise it is only laid out, on ``meta``.
+        is_local: Whether this rank has the window, or a part of it; otherwise it is only laid out, on ``meta``.
         part: The part of this rank; None for the whole. ``window``, ``source`` and ``decayed`` are those of the part.
         dtypes: Dtypes of the stored rows of each parameter, by state key.
         signature: Properties of the parameters for which the window was created; it does not change with them.
@@ -67,7 +67,7 @@ class Unit:
     arrivals: dict[int, torch.Event] = field(default_factory=dict)
     decayed: list[Tensor | None] | None = None
     decay_dots: Tensor | None = None
-    held: bool = True
+    is_local: bool = True
     part: Slice | None = None
     dtypes: list[dict[str, torch.dtype]] = field(default_factory=list)
     signature: tuple[object, ...] = ()
@@ -75,7 +75,7 @@ class Unit:
     def __post_init__(self) -> None:
         """Record the properties for which the window is created."""
         places = [(id(p), tuple(p.shape), p.dtype, p.device) for p in self.params]
-        self.signature = self.name, tuple(places), self.window.form, self.held, self.part
+        self.signature = self.name, tuple(places), self.window.form, self.is_local, self.part
 
     def place_of(self, p: nn.Parameter) -> int:
         """Return the position of a parameter in the unit."""
