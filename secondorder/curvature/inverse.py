@@ -82,9 +82,9 @@ class Inverse(ABC):
     def schema(self, group: Group) -> Schema:
         """Return the entries of the state for the results of a refresh."""
 
-    @abstractmethod
     def matrices(self, state: State, group: Group) -> tuple[Tensor, Tensor]:
-        """Return the matrices (or diagonals) of A and G that a refresh would factorize now."""
+        """Return the matrices (or diagonals) that a refresh would factorize now: A and G, damped if it uses λ."""
+        return _damped(self.factors, state, group) if self.holds_damping else self.factors.pair(state, group)
 
     def tasks(self, state: State, group: Group, begun: bool = False) -> dict[str, Task]:
         """Return the matrices that a refresh factorizes for each side: the factors, or copies if it was ``begun``."""
@@ -130,10 +130,6 @@ class Eigen(Inverse):
                 likes[f"basis_{name}"] = layer.empty(side.shape, kept)
             likes[f"eigenvalues_{name}"] = layer.empty((*side.lead, side.n))
         return shaped(FACTORS, likes)
-
-    def matrices(self, state: State, group: Group) -> tuple[Tensor, Tensor]:
-        """Return the factors."""
-        return self.factors.pair(state, group)
 
     def basis(self, state: State, side: str) -> Tensor | None:
         """Return the eigenvectors of a factor in the precision of products; None means the identity."""
@@ -181,10 +177,6 @@ class Cholesky(Inverse):
         dense = self.factors.dense_keys("inverse", group)
         likes = {f"inverse_{name}": layer.empty(side.shape, kept) for name, side in self.factors.sides(group)}
         return shaped(INVERSES, likes, dense)
-
-    def matrices(self, state: State, group: Group) -> tuple[Tensor, Tensor]:
-        """Return ``A + π√λ I`` and ``G + √λ/π I``."""
-        return _damped(self.factors, state, group)
 
     def adopt(self, state: State, found: Mapping[str, Sequence[Tensor]], good: Tensor) -> None:
         """Adopt the inverses where ``good`` is True."""
@@ -234,10 +226,6 @@ class Entrywise(Inverse):
         """Return no entries."""
         return {}
 
-    def matrices(self, state: State, group: Group) -> tuple[Tensor, Tensor]:
-        """Return ``A + π√λ I`` and ``G + √λ/π I``."""
-        return _damped(self.factors, state, group)
-
     def adopt(self, state: State, found: Mapping[str, Sequence[Tensor]], good: Tensor) -> None:
         """Do nothing."""
 
@@ -256,7 +244,7 @@ class Entrywise(Inverse):
 
 
 def _damped(kept: KroneckerFactors, state: State, group: Group) -> tuple[Tensor, Tensor]:
-    """Both factors, each with its part of λ."""
+    """``A + π√λ I`` and ``G + √λ/π I``: both factors, each with its part of λ."""
     a, g = kept.pair(state, group)
     flat_a, flat_g = (kept.is_diagonal(state, group, side) for side in "ag")
     mean_a, mean_g = factors.mean_diagonal(a, flat_a), factors.mean_diagonal(g, flat_g)

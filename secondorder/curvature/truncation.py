@@ -55,10 +55,6 @@ class Truncated(Inverse):
             likes[f"eigenvalues_{name}"] = layer.empty((*side.lead, 1 + group["inverse_rank"] if few else side.n))
         return shaped(FACTORS, likes)
 
-    def matrices(self, state: State, group: Group) -> tuple[Tensor, Tensor]:
-        """Return the factors."""
-        return self.factors.pair(state, group)
-
     def adopt(self, state: State, found: Mapping[str, Sequence[Tensor]], good: Tensor) -> None:
         """Adopt eigenvalues and eigenvectors where ``good`` is True."""
         adopt_eigenpairs(state, found, good)
