@@ -24,9 +24,8 @@ from secondorder import options
 from secondorder.comm.agreement import fingerprint, require_equal
 from secondorder.comm.collectives import Collectives
 from secondorder.comm.layout import Route, is_cut
-from secondorder.comm.messages import Work
 from secondorder.comm.placement import Grid, Load, assign
-from secondorder.comm.rendezvous import meet
+from secondorder.comm.rendezvous import first_meeting, meet
 from secondorder.comm.strategy import CommStrategy, Parcel, Pending, Shard, Unit, default_timeout, world_size
 
 #: Length of the longest error message that is sent to the other ranks, in bytes.
@@ -37,18 +36,6 @@ _DOES_NOT_PLACE = ("average_gradients", "wire_dtype", "timeout", "verify_every")
 
 def _nobody() -> None:
     """Return None, as a weak reference to a deleted optimizer does."""
-
-
-class _All(Pending):
-    """Several pending messages that are waited for together."""
-
-    def __init__(self, works: Sequence[Work]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        """Wait for all of them."""
-        for work in self._works:
-            work.wait()
 
 
 class RankGrid(CommStrategy):
@@ -164,17 +151,10 @@ class RankGrid(CommStrategy):
         """Create the groups and compare the ranks' plans. This is a collective; see the base class."""
         if not self.combines:
             return
-        try:
-            if not self._connected:
+        if not self._connected:
+            with first_meeting(self._rank, self._grid.world):
                 self.meet("the constructor of the optimizer")
                 self._make_groups(device)
-        except ValueError:  # every rank raises this error
-            raise
-        except Exception as error:
-            raise RuntimeError(
-                f"rank {self._rank} could not meet all {self._grid.world} ranks ({error}). Every rank of the process "
-                "group must construct the optimizer, at the same place of the program."
-            ) from error
         blocks = [f"{u.name}: {u.signature}" for u in self._units]
         placement = [f"{u.name} on rank {owner}" for u, owner in zip(self._units, self._owners, strict=True)]
         mine = {"strategy": [repr(self)], **facts, "blocks": blocks, "placement": placement}
@@ -415,10 +395,10 @@ class RankGrid(CommStrategy):
         spread, rest = self._split(parcels)
         flags = [flag for p in spread for flag in p.symmetric]
         tensors = [t for p in spread for t in p.tensors]
-        works = [self.collectives.all_reduce(tensors, group=self._world, stage="statistics", symmetric=flags)]
+        first = self.collectives.all_reduce(tensors, group=self._world, stage="statistics", symmetric=flags)
         by_root, symmetric = self._by_root(rest, self._owners.__getitem__)
-        works.append(self.collectives.reduce(by_root, group=self._world, stage="statistics", symmetric=symmetric))
-        return _All(works)
+        second = self.collectives.reduce(by_root, group=self._world, stage="statistics", symmetric=symmetric)
+        return Pending(first, second)
 
     def _split(self, parcels: Sequence[Parcel]) -> tuple[list[Parcel], list[Parcel]]:
         """Return the parcels of units that every rank estimates, and those of the others."""
@@ -466,7 +446,7 @@ class RankGrid(CommStrategy):
         if not self.combines or self._grid.width == 1:
             return Pending()
         by_root, symmetric = self._by_root(parcels, self.sender)
-        return _All([self.collectives.broadcast(by_root, group=self._row, stage="directions", symmetric=symmetric)])
+        return Pending(self.collectives.broadcast(by_root, group=self._row, stage="directions", symmetric=symmetric))
 
     @staticmethod
     def _by_root(parcels: Sequence[Parcel], root: Any) -> tuple[dict[int, list[Tensor]], dict[int, list[bool]]]:

@@ -1,8 +1,10 @@
-"""A barrier for all ranks that names the missing ranks."""
+"""Meetings of all ranks: a barrier that names the missing ranks, and the error if the first meeting fails."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -11,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 #: Number of barriers so far, by the store of the default group. A new group starts again from zero.
-_held: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+_barriers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
 def attempt() -> str:
@@ -39,7 +41,7 @@ def meet(what: str, timeout: timedelta | None = None) -> None:
     if dist.get_backend() == "fake":  # torch's placeholder for ranks that do not exist
         return
     default: Any = distributed_c10d._get_default_store()
-    number = _held.get(default, 0)
+    number = _barriers.get(default, 0)
     store = distributed_c10d.PrefixStore(f"secondorder/{attempt()}/meeting {number}/{what}", default)
     rank, world = dist.get_rank(), dist.get_world_size()
     patience = default.timeout if timeout is None else timeout
@@ -53,7 +55,26 @@ def meet(what: str, timeout: timedelta | None = None) -> None:
             f"{what} must be called on all ranks at the same time: within {patience.total_seconds():g} s "
             f"{_named(came)} of {world} came"
         ) from error
-    _held[default] = number + 1
+    _barriers[default] = number + 1
+
+
+@contextmanager
+def first_meeting(rank: int, world: int) -> Iterator[None]:
+    """Explain an error of the ``with`` block, in which an optimizer creates groups, if only this rank may have it.
+
+    Raises:
+        ValueError: If the block raises it, as it then does on every rank.
+        RuntimeError: If the block raises another error.
+    """
+    try:
+        yield
+    except ValueError:
+        raise
+    except Exception as error:
+        raise RuntimeError(
+            f"rank {rank} could not meet all {world} ranks ({error}). Every rank of the process group must construct "
+            "the optimizer, at the same place of the program."
+        ) from error
 
 
 def _named(ranks: list[int]) -> str:

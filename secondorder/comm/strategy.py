@@ -95,10 +95,19 @@ class Shard(NamedTuple):
 
 
 class Pending:
-    """Messages that have been started. This base class has none."""
+    """Messages that have been started, or none.
+
+    Args:
+        *works: The messages, each with a method ``wait``.
+    """
+
+    def __init__(self, *works: Any) -> None:
+        self._works = works
 
     def wait(self) -> None:
         """Wait until the results are in the tensors of the parcels. Idempotent."""
+        for work in self._works:
+            work.wait()
 
 
 class CommStrategy(ABC):

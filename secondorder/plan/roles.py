@@ -17,8 +17,8 @@ from secondorder.comm.collectives import Collectives
 from secondorder.comm.dedicated.links import contents
 from secondorder.comm.dedicated.lockstep import ends_epoch
 from secondorder.comm.dedicated.roles import resolve
-from secondorder.comm.dedicated.workers import DedicatedWorkers
-from secondorder.comm.placement import Grid, Load, assign
+from secondorder.comm.dedicated.workers import DedicatedWorkers, owners_of
+from secondorder.comm.placement import Grid
 from secondorder.comm.strategy import Parcel, Pending, Shard, Unit
 from secondorder.plan.plan import Sum, Traffic
 from secondorder.plan.rehearsal import DryCollectives, Imagined, Rehearsal, summed
@@ -39,19 +39,10 @@ class RoleRehearsal(Rehearsal):
         self.roles = resolve(world, self._arguments.roles, self._arguments.allow_colocated)
         self.period: int = self._arguments.period_of([unit.interval for unit in units])
         self.grid: Grid = Grid(world, 1)
-        loads = [Load(unit.refresh_flops / unit.interval, unit.nbytes) for unit in units]
-        self.owners: list[int] = assign(loads, Grid(world, world), only=self.roles.inverse)
-        self._groups: dict[str, tuple[Sequence[int], DryCollectives]] = {}
-        self._name("gradients", self.roles.gradient)
-        self._name("factors", self.roles.factor)
-        self._name("parameters", (self.roles.chief, *self.roles.factor))
-        for j in self.roles.inverse:
-            if not self.roles.colocated:
-                self._name(f"estimate {j}", (self.roles.server, j))
-            self._name(f"curvature {j}", (j, *self.roles.gradient))
-
-    def _name(self, name: str, ranks: Sequence[int]) -> None:
-        self._groups[name] = ranks, DryCollectives(Collectives())
+        self.owners: list[int] = owners_of(units, world, self.roles)
+        self._groups: dict[str, tuple[Sequence[int], DryCollectives]] = {
+            name: (ranks, DryCollectives(Collectives())) for name, ranks in self.roles.groups.items()
+        }
 
     def _in(self, name: str) -> tuple[DryCollectives, Imagined]:
         ranks, collectives = self._groups[name]

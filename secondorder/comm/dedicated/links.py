@@ -96,21 +96,13 @@ class Links:
 
     def __post_init__(self) -> None:
         """Create the groups, in the same order on all ranks."""
-        roles = self.roles
-        self._make("gradients", roles.gradient)
-        self._make("factors", roles.factor)
-        self._make("parameters", (roles.chief, *roles.factor))
-        for j in () if roles.colocated else roles.inverse:
-            self._make(f"estimate {j}", (roles.server, j))
-        for j in roles.inverse:
-            self._make(f"curvature {j}", (j, *roles.gradient), self.patience)
-
-    def _make(self, name: str, ranks: Sequence[int], timeout: float | None = None) -> None:
-        if len(ranks) > 1:
-            made = new_group(ranks, timeout or self.timeout)
-            if self.rank in ranks:
-                self.groups[name] = made
-                set_timeout(made, timeout or self.timeout)
+        for name, ranks in self.roles.groups.items():
+            if len(ranks) > 1:
+                timeout = self.patience if name.startswith("curvature") else self.timeout
+                made = new_group(ranks, timeout)
+                if self.rank in ranks:
+                    self.groups[name] = made
+                    set_timeout(made, timeout)
 
     def copy(
         self, name: str, source: int, tensors: Sequence[Tensor], symmetric: Sequence[bool] = (), stage: str = ""

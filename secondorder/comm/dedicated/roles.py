@@ -39,6 +39,18 @@ class Roles:
         """Whether the same ranks compute factors and inverses."""
         return self.factor == self.inverse
 
+    @property
+    def groups(self) -> dict[str, tuple[int, ...]]:
+        """Ranks of each group of messages by name, in the order in which groups are created; see ``links``."""
+        estimates = () if self.colocated else self.inverse
+        return {
+            "gradients": self.gradient,
+            "factors": self.factor,
+            "parameters": (self.chief, *self.factor),
+            **{f"estimate {j}": (self.server, j) for j in estimates},
+            **{f"curvature {j}": (j, *self.gradient) for j in self.inverse},
+        }
+
     def of(self, rank: int) -> str:
         """Return the role of a rank. For a rank that computes factors and inverses, it is ``"factor"``."""
         return next(name for name in NAMES if rank in getattr(self, name))

@@ -23,6 +23,7 @@ from secondorder.comm.dedicated.ranks import Agenda, GradientRank, Rank
 from secondorder.comm.dedicated.roles import Roles, resolve
 from secondorder.comm.dedicated.service import FactorRank, InverseRank
 from secondorder.comm.placement import Grid, Load, assign
+from secondorder.comm.rendezvous import first_meeting
 from secondorder.comm.strategy import CommStrategy, Parcel, Pending, Unit, world_size
 
 #: Time that the first gradient rank waits for an inverse rank, as a fraction of the timeout, while others wait for it.
@@ -129,9 +130,7 @@ class DedicatedWorkers(CommStrategy):
             raise NotImplementedError(
                 "DedicatedWorkers estimates factors of layers and does not support windows: use CommOpt or MemOpt"
             )
-        self._units = list(units)
-        loads = [Load(unit.refresh_flops / unit.interval, unit.nbytes) for unit in units]
-        self._owners = assign(loads, Grid(world, world), only=self._roles.inverse)
+        self._units, self._owners = list(units), owners_of(units, world, self._roles)
 
     def admit(self, optimizer: Any) -> None:
         """Check the optimizer before the ranks communicate.
@@ -154,19 +153,12 @@ class DedicatedWorkers(CommStrategy):
         period = given.period_of([unit.interval for unit in self._units])
         default: Any = distributed_c10d._get_default_store()
         timeout = given.timeout or default.timeout.total_seconds()
-        try:
+        with first_meeting(self._rank, world_size()):
             control = new_group(range(world_size()), timeout, backend="gloo")
             self.collectives, small = Collectives(device=device), Collectives()
             mine = {"strategy": [repr(self)], **facts, "blocks": [f"{u.name}: {u.signature}" for u in self._units]}
             require_equal(small, mine, control)
             mark = small.words(torch.tensor([_mark(self._rank)]), group=control, stage="agreement", op="max")
-        except ValueError:
-            raise
-        except Exception as error:
-            raise RuntimeError(
-                f"rank {self._rank} could not meet all {world_size()} ranks ({error}). Every rank of the process group "
-                "must construct the optimizer, at the same place of the program."
-            ) from error
         board = Board(f"dedicated/{int(mark)}", timeout)
         patience = _PATIENCE[given.on_loss] * timeout
         self._links = Links(roles, self._rank, self.collectives, board, timeout, patience, device, control)
@@ -466,9 +458,10 @@ class DedicatedWorkers(CommStrategy):
         )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Arguments
-# ---------------------------------------------------------------------------------------------------------------------
+def owners_of(units: Sequence[Unit], world: int, roles: Roles) -> list[int]:
+    """Return the inverse rank of each unit."""
+    loads = [Load(unit.refresh_flops / unit.interval, unit.nbytes) for unit in units]
+    return assign(loads, Grid(world, world), only=roles.inverse)
 
 
 def _mark(rank: int) -> float:
