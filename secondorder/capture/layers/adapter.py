@@ -117,8 +117,8 @@ class Adapter(ABC):
         return (*lead, self.n_a, self.n_a), (*lead, self.n_g, self.n_g)
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Return the one tensor of a call that backward needs, from the arguments of ``forward``."""
-        x: Tensor = args[0] if args else kwargs["input"]
+        """Return the one tensor of a call that backward needs: the argument ``input``, or the first one."""
+        x: Tensor = args[0] if args else kwargs.get("input", next(iter(kwargs.values())))
         return x
 
     @abstractmethod

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,23 +28,15 @@ _TOLERANCE = 1e-4
 _ROUNDING = 1e-10
 
 
-class _Handwritten(LayerNormAdapter):
-    """Scale and shift over the last axis; the one argument of ``forward`` may have any name."""
-
-    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        x: Tensor = args[0] if args else next(iter(kwargs.values()))
-        return x
-
-
-class _OwnLayerNorm(_Handwritten):
+class _OwnLayerNorm(LayerNormAdapter):
     """``(x − mean) / √(var + ε)``."""
 
 
-class _OwnRMSNorm(_Handwritten, RMSNormAdapter):
+class _OwnRMSNorm(RMSNormAdapter):
     """``x / √(mean of squares + ε)``."""
 
 
-class _DeviationNorm(_Handwritten):
+class _DeviationNorm(LayerNormAdapter):
     """``(x − mean) / (std + ε)``."""
 
     correction = 0
@@ -72,7 +64,7 @@ class HandwrittenNorm(NamedTuple):
         shift: Name of the parameter that is added, or None.
     """
 
-    form: type[_Handwritten]
+    form: type[LayerNormAdapter]
     size: int
     eps: float
     scale: str
@@ -167,9 +159,9 @@ def _with_parameters(module: nn.Module, values: dict[str, Tensor]) -> nn.Module:
 
 def _nearest_form(
     module: nn.Module, found: list[Tensor], rows: list[Tensor], size: int
-) -> tuple[type[_Handwritten], float] | None:
+) -> tuple[type[LayerNormAdapter], float] | None:
     """Return the form and the ε that are nearest to x̂, if they are near enough."""
-    best: tuple[float, type[_Handwritten], float] | None = None
+    best: tuple[float, type[LayerNormAdapter], float] | None = None
     for form, eps in _candidates(module):
         adapter = HandwrittenNorm(form, size, eps, "", None).adapter(True, False, "unit")
         assert isinstance(adapter, LayerNormAdapter)
@@ -181,7 +173,7 @@ def _nearest_form(
     return None if best is None else best[1:]
 
 
-def _candidates(module: nn.Module) -> Iterator[tuple[type[_Handwritten], float]]:
+def _candidates(module: nn.Module) -> Iterator[tuple[type[LayerNormAdapter], float]]:
     own = (v for v in vars(module).values() if isinstance(v, float) and 0 <= v < 0.1)
     for eps in dict.fromkeys((*own, *_EPS)):
         for form in (_OwnLayerNorm, _OwnRMSNorm, _UnbiasedDeviationNorm, _DeviationNorm):

@@ -66,11 +66,6 @@ class TransposedLinearAdapter(LinearAdapter):
         assert isinstance(weight, Tensor)
         self.d_in, self.d_out = weight.shape
 
-    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Return the input, independent of the name of its argument."""
-        x: Tensor = args[0] if args else next(iter(kwargs.values()))
-        return x
-
     def to_matrix(self, weight: Tensor | None, bias: Tensor | None, workspace: Workspace | None = None) -> Tensor:
         return super().to_matrix(None if weight is None else weight.mT, bias, workspace)
 
