@@ -1,8 +1,7 @@
-"""The capture of the statistics of blocks: hooks, the statistics for the next step, and warnings about missing ones."""
+"""The capture of the statistics of blocks: hooks, and the statistics for the next step."""
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,17 +11,14 @@ from torch import Tensor
 
 from secondorder.capture.backwards import REPLACED
 from secondorder.capture.capture import Capture
-from secondorder.capture.coverage import NO_HOOKS, REPEATED, advice, kind_of, verdict
 from secondorder.capture.fisher.fisher import ModelFisher, resolved
 from secondorder.capture.layers.parts import watched_attention
-from secondorder.capture.layers.projections import Projection
-from secondorder.capture.loss_scale import UNKNOWN
 from secondorder.capture.sites import Captured, Site, Statistic
 from secondorder.capture.statistics.measurement import Reduced
 from secondorder.curvature.block import Block, Due
 from secondorder.curvature.wrappers import forwarded
-from secondorder.frames import depth_of_caller
 from secondorder.parameters import Directions
+from secondorder.preconditioners.capture_warnings import CaptureWarnings
 from secondorder.preconditioners.hooks import check_mask
 from secondorder.preconditioners.parts import Setting
 from secondorder.runtime import Clock
@@ -47,11 +43,7 @@ class LayerCapture:
     """
 
     def __init__(
-        self,
-        setting: Setting,
-        plan: BlockPlan[Any],
-        schedule: CaptureSchedule[Any],
-        rows_per_example: int | None = None,
+        self, setting: Setting, plan: BlockPlan[Any], schedule: CaptureSchedule[Any], rows_per_example: int | None
     ) -> None:
         self._setting, self._plan, self._schedule = setting, plan, schedule
         self._fisher = ModelFisher(setting.fisher, setting.runtime, rows_per_example)
@@ -60,9 +52,7 @@ class LayerCapture:
         self.is_closed = False
         self.due: dict[int, Due] = {}
         self._capture: Capture | None = None
-        self._warned: set[str] = set()
-        #: The gradient of the first layer in the last step, and its version. They change with every backward pass.
-        self._last_gradient: tuple[weakref.ref[Tensor] | None, int] = (None, 0)
+        self._warnings = CaptureWarnings(setting.method, plan)
 
     # ------------------------------------------------------------------ hooks
     def is_a_copy(self) -> str:
@@ -200,7 +190,7 @@ class LayerCapture:
         capture = self.capture
         self._setting.loss_scale.infer(capture.statistics, self._setting.comm.averages)
         taken = capture.take()
-        self._warn_of_doubts(capture)
+        self._warnings.warn_of_doubts(capture)
         return taken
 
     def discard(self) -> None:
@@ -230,74 +220,14 @@ class LayerCapture:
     def end_step(self) -> None:
         """Store the gradient of the step, and prepare for the next step."""
         self._fisher.end_step()
-        gradient = next((b.owner.grad for b in self._plan.blocks if b.owner.grad is not None), None)
-        self._last_gradient = (None, 0) if gradient is None else (weakref.ref(gradient), gradient._version)
+        self._warnings.remember_gradient()
         self.arm()
 
-    # ------------------------------------------------------------------ warnings
     def check_gradients(self) -> None:
         """Leave out the statistics of backward passes whose gradients were replaced."""
-        if self._capture is not None and self._capture.leave_out_replaced() and REPLACED not in self._warned:
-            self._warned.add(REPLACED)
-            warnings.warn(f"{self._setting.method}: {REPLACED}", stacklevel=depth_of_caller())
-
-    def _warn_of_doubts(self, capture: Capture) -> None:
-        """Warn once that the number of examples of a forward pass is uncertain."""
-        doubts, key = sorted(capture.forwards.doubts), "number of examples"
-        capture.forwards.doubts.clear()
-        if not doubts or key in self._warned:
-            return
-        self._warned.add(key)
-        warnings.warn(
-            f"{self._setting.method}: it is not certain how many examples a forward pass of {doubts[0]}. The scale of "
-            "the curvature depends on this number. Name the argument of forward that counts the examples with "
-            "batch=BatchOptions(input=...), or pass a function of the arguments of forward there. If your script calls "
-            "parts of the model instead of its forward, call them from one forward.",
-            stacklevel=depth_of_caller(),
-        )
+        if self._capture is not None and self._capture.leave_out_replaced():
+            self._warnings.warn(REPLACED)
 
     def warn_uncaptured(self, reduced: Reduced, gradients: Directions) -> None:
         """Warn once about the layers that have a gradient but no statistics although they were due."""
-        gate, statistics, blocks = self.capture.gate, self.capture.statistics, self._plan.blocks
-        if gate.was_paused or statistics.were_left_out:
-            gate.was_paused = statistics.were_left_out = False
-            return
-        due = frozenset(statistics.due) | set(statistics.refused)
-        wanted = [blocks[i] for i in due if blocks[i].owner in gradients]
-        lacking = [b for b in wanted if b.index not in reduced.measured and b.index not in reduced.idle]
-        if not lacking or self._is_repeated(reduced):
-            return
-        missed, names = dict[str, str](), set[str]()
-        for block in lacking:
-            reason = statistics.refused.setdefault(block.index, self._why_missing(block))  # describe() reports it too
-            own = {block.name, reason, f"{kind_of(block.name)}: {kind_of(reason)}"}
-            if not own & self._warned:
-                missed[block.label] = reason
-                names.add(block.name)
-        if not missed:
-            return
-        self._warned |= names | ({UNKNOWN} & set(missed.values()))  # this applies to every layer, even if due later
-        # The experts of a mixture have other shapes in every batch, so warn once for all of them.
-        self._warned |= {f"{kind_of(name)}: {kind_of(why)}" for name, why in missed.items() if kind_of(why) != why}
-        todo = advice(missed, bool(reduced.measured or reduced.idle), self._setting.layers.batch.dim)
-        text = verdict(missed, len(wanted))
-        warnings.warn(f"{self._setting.method}: {text}{todo}", stacklevel=depth_of_caller())
-
-    def _is_repeated(self, reduced: Reduced) -> bool:
-        """Whether this step has the gradients of the last step, in which case a warning is issued once."""
-        before, version = self._last_gradient
-        gradient = None if before is None else before()
-        mine = (block.owner.grad for block in self._plan.blocks)
-        if reduced.measured or gradient is None or gradient._version != version or all(g is not gradient for g in mine):
-            return False
-        if REPEATED not in self._warned:
-            self._warned.add(REPEATED)
-            warnings.warn(f"{self._setting.method}: {REPEATED}", stacklevel=depth_of_caller())
-        return True
-
-    def _why_missing(self, block: Block) -> str:
-        if self.capture.observes:
-            return "observe() was not called for it"
-        if isinstance(block.layer.taps[0].module, Projection):
-            return f"{NO_HOOKS}; in a compiled model call secondorder.nn.expose(model) first"
-        return NO_HOOKS
+        self._warnings.warn_of_missing(self.capture, reduced, gradients)
