@@ -220,7 +220,7 @@ NUMBERS: dict[str, tuple[int, int, Callable[[], int]]] = {
     "modules at the top level": (13, 10, lambda: len([*PACKAGE.glob("*.py")]) - 1),
     "folders at the top level": (12, 12, lambda: len({path.parent for path in PACKAGE.glob("*/*.py")})),
     "modules named by a verb, without reason": (0, 0, lambda: len(named_by_a_verb() - NAMED_BY_A_VERB)),
-    "long modules": (6, 0, lambda: sum(lines > LONG_MODULE for lines in lengths().values())),
+    "long modules": (5, 0, lambda: sum(lines > LONG_MODULE for lines in lengths().values())),
     "long functions": (8, 0, long_functions),
     "rows of the layering table": (17, 17, lambda: len(MAY_IMPORT)),
     "lines": (39875, 28500, lambda: sum(lengths().values())),

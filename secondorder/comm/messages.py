@@ -136,8 +136,9 @@ class Call:
 
     def _staging(self, items: Sequence[Item], dtype: torch.dtype, filled: bool = True) -> tuple[Tensor, Loan | None]:
         """Return a flat view of the only tensor of a message if possible, and otherwise a buffer of all tensors."""
-        if flat := _flat(items, dtype):
-            return flat[0], None
+        only = items[0].tensor
+        if len(items) == 1 and not items[0].symmetric and only.dtype == dtype and only.is_contiguous():
+            return only.view(-1), None
         loan = self._take(total(items), items[0], dtype)
         if filled:
             fill(loan.view, items)
@@ -187,7 +188,8 @@ class Call:
         if kind == "reduce_scatter":
             self._reduce_scatter(message, max(shares))
         elif kind == "all_to_all":
-            self._exchange_sums(message, shares, wire)
+            handle, send, recv, rows = self._exchange(message, shares, wire)
+            self._launched(handle, lambda: drain(_sum_rows(rows), message[self.rank]), send, recv)
         elif kind == "twice":
             self._exchange_twice(message, shares, wire)
         else:
@@ -224,10 +226,6 @@ class Call:
         fill(send.view, [item for items in message for item in items])
         handle = self._all_to_all(recv.view, send.view, [mine] * self.size, shares)
         return handle, send, recv, recv.view.view(self.size, mine)
-
-    def _exchange_sums(self, message: Sequence[Sequence[Item]], shares: Sequence[int], wire: torch.dtype) -> None:
-        handle, send, recv, rows = self._exchange(message, shares, wire)
-        self._launched(handle, lambda: drain(_sum_rows(rows), message[self.rank]), send, recv)
 
     def _exchange_twice(self, message: Sequence[Sequence[Item]], shares: Sequence[int], wire: torch.dtype) -> None:
         """Sum to few roots. Every rank sums an equal part and sends the sums, which are not rounded, to their roots."""
@@ -331,14 +329,8 @@ class Call:
     ) -> Any:
         self.count("all_to_all", send.numel() if numel is None else numel, send.dtype)
         width = send.itemsize if send.dtype in AS_BYTES else 1
-        return dist.all_to_all_single(
-            _bytes(recv),
-            _bytes(send),
-            [width * n for n in incoming],
-            [width * n for n in outgoing],
-            group=self.group,
-            async_op=True,
-        )
+        incoming, outgoing = ([width * n for n in sizes] for sizes in (incoming, outgoing))
+        return dist.all_to_all_single(_bytes(recv), _bytes(send), incoming, outgoing, group=self.group, async_op=True)
 
 
 def _any(message: Sequence[Sequence[Item]]) -> Item:
@@ -349,13 +341,6 @@ def _any(message: Sequence[Sequence[Item]]) -> Item:
 def _bytes(buffer: Tensor) -> Tensor:
     """Return a buffer as bytes if some backends cannot send its dtype."""
     return buffer.view(torch.uint8) if buffer.dtype in AS_BYTES else buffer
-
-
-def _flat(items: Sequence[Item], dtype: torch.dtype) -> list[Tensor]:
-    """Return a flat view of the only tensor of a message, if it can be sent without a copy."""
-    tensor = items[0].tensor
-    plain = len(items) == 1 and not items[0].symmetric and tensor.dtype == dtype and tensor.is_contiguous()
-    return [tensor.view(-1)] if plain else []
 
 
 def _sum_rows(rows: Tensor) -> Tensor:
