@@ -14,7 +14,7 @@ from secondorder.comm.strategy import Parcel
 from secondorder.curvature.schema import Place, Schema, shaped, tensors
 from secondorder.curvature.window.shards import Slice, base_key, join
 from secondorder.curvature.window.topk import TopK
-from secondorder.curvature.window.unit import Unit, real
+from secondorder.curvature.window.unit import WindowUnit, real
 from secondorder.curvature.window.window import LAG, SHARED, SLOT_DIM
 from secondorder.parameters import Group
 from secondorder.preconditioners.base import SavedStates
@@ -126,7 +126,7 @@ class WindowCheckpoint:
         self._require_all_windows(found, group_of)
         return found
 
-    def _led_by_its_first(self, unit: Unit, states: SavedStates) -> dict[Any, Any]:
+    def _led_by_its_first(self, unit: WindowUnit, states: SavedStates) -> dict[Any, Any]:
         """Saved states that change because a parameter of the unit other than the first held the shared tensors."""
         first = unit.params[0]
         leader = next((p for p in unit.params if "gram" in states[p]), first)
@@ -263,7 +263,7 @@ class WindowCheckpoint:
         lacks, has = self._comm.agree(words.flatten()).reshape(2, count).bool().tolist()
         return lacks, has
 
-    def _joined(self, unit: Unit, part: Slice) -> list[dict[str, Tensor]]:
+    def _joined(self, unit: WindowUnit, part: Slice) -> list[dict[str, Tensor]]:
         """Gather whole tensors of a divided window from the ranks of a row."""
         whole = self._plan.meta_window(unit.params, unit.window.form, unit.window.outside is not None)
         states = []
@@ -281,7 +281,7 @@ class WindowCheckpoint:
             })  # fmt: skip
         return states
 
-    def _spread(self, index: int, unit: Unit, momentum: bool) -> list[dict[str, Tensor]]:
+    def _spread(self, index: int, unit: WindowUnit, momentum: bool) -> list[dict[str, Tensor]]:
         """Copy a whole window from its owner to all ranks."""
         whole = self._plan.meta_window(unit.params, unit.window.form, momentum)
         mine, states = self._comm.owner(index) == self._comm.rank, []
@@ -306,7 +306,7 @@ def _bytes(x: Tensor) -> Tensor:
     return x.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _is_rounded(unit: Unit, states: Sequence[Mapping[str, Any]]) -> bool:
+def _is_rounded(unit: WindowUnit, states: Sequence[Mapping[str, Any]]) -> bool:
     """Whether loaded rows of a divided window are stored in another dtype here. Whole windows check it themselves."""
     pairs = zip(states, unit.dtypes, strict=True)
     return unit.part is not None and any(

@@ -2,7 +2,7 @@
 
 For a vector ``x = Gᵀ b + r``, both compute the coefficients ``a`` of the direction ``u = Gᵀ a + c·r`` only from
 S = G Gᵀ. ``secondorder/linalg/gram.py`` explains the mathematics. Solvers have no state: results that later steps need
-are stored in the :class:`Unit`.
+are stored in the :class:`WindowUnit`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 from secondorder import options
 from secondorder.curvature.damping_watch import Damped
 from secondorder.curvature.extremes import Extremes
-from secondorder.curvature.window.unit import Unit
+from secondorder.curvature.window.unit import WindowUnit
 from secondorder.curvature.window.window import LAG
 from secondorder.linalg import gram
 from secondorder.linalg.dense import all_true_on_cpu, anywhere, is_on_host
@@ -36,7 +36,7 @@ class WindowSolver(ABC):
         """Return β of the momentum that the method applies to gradients. 0 means no momentum."""
 
     @abstractmethod
-    def coefficients(self, units: Sequence[Unit], lower: Tensor, step: int) -> Tensor:
+    def coefficients(self, units: Sequence[WindowUnit], lower: Tensor, step: int) -> Tensor:
         """Return the coefficients ``[k, t]`` of the directions of some units, and set ``outside`` of each unit.
 
         Args:
@@ -46,7 +46,7 @@ class WindowSolver(ABC):
         """
 
     @abstractmethod
-    def curvature_of_rows(self, unit: Unit, rows: Tensor) -> Tensor:
+    def curvature_of_rows(self, unit: WindowUnit, rows: Tensor) -> Tensor:
         """Return the undamped curvature ``[n, n]`` in float64 for the columns ``rows [t, n]`` of a window."""
 
     @abstractmethod
@@ -65,21 +65,21 @@ class WindowSolver(ABC):
         """Return the number of FLOPs of a solve with m rows."""
         return m**3 / 3 + 2 * m**2
 
-    def key(self, unit: Unit, step: int) -> tuple[object, ...]:
+    def key(self, unit: WindowUnit, step: int) -> tuple[object, ...]:
         """Return a key; units with equal keys are solved in one batch."""
         window, has_dots = unit.window, unit.source is not None and unit.source.q is None
         return window.filled, window.device, has_dots, window.noise, *self.solve_options(unit, step)
 
     @abstractmethod
-    def solve_options(self, unit: Unit, step: int) -> tuple[object, ...]:
+    def solve_options(self, unit: WindowUnit, step: int) -> tuple[object, ...]:
         """Return the properties that must be equal for units that are solved in one batch."""
 
     @abstractmethod
-    def extremes(self, unit: Unit) -> tuple[Tensor, Tensor] | None:
+    def extremes(self, unit: WindowUnit) -> tuple[Tensor, Tensor] | None:
         """λ of a window and the largest eigenvalue of its undamped curvature, 0-dim; None if they are unknown."""
 
     @abstractmethod
-    def bounds(self, unit: Unit) -> Damped | None:
+    def bounds(self, unit: WindowUnit) -> Damped | None:
         """The damping of a window, and upper bounds of the largest eigenvalues; never waits for the device."""
 
 
@@ -90,7 +90,7 @@ class MFACSolver(WindowSolver):
         """μ in mode ``"pre"``."""
         return float(group["momentum"]) if group["momentum_mode"] == "pre" else 0.0
 
-    def coefficients(self, units: Sequence[Unit], lower: Tensor, step: int) -> Tensor:
+    def coefficients(self, units: Sequence[WindowUnit], lower: Tensor, step: int) -> Tensor:
         """``(λI + S/n)⁻¹ (b − q/(nλ))``."""
         n = torch.stack([self._rows_counted(unit) for unit in units])
         squares = lower.diagonal(dim1=-2, dim2=-1).clone()
@@ -115,18 +115,18 @@ class MFACSolver(WindowSolver):
             self._note(unit, size, step)
         return torch.where(ok[:, None], a, alone)
 
-    def curvature_of_rows(self, unit: Unit, rows: Tensor) -> Tensor:
+    def curvature_of_rows(self, unit: WindowUnit, rows: Tensor) -> Tensor:
         """``GᵀG/n``."""
         return rows.mT @ rows / self._rows_counted(unit)
 
-    def extremes(self, unit: Unit) -> tuple[Tensor, Tensor]:
+    def extremes(self, unit: WindowUnit) -> tuple[Tensor, Tensor]:
         """λ, and the largest eigenvalue of ``GᵀG/n``."""
         lower, n = unit.window.lower(), self._rows_counted(unit)
         squares = lower.diagonal()[None]
         damping = gram.mfac_damping(squares, unit.group["damping"], unit.group["damping_mode"], n[None])
         return damping[0], anywhere(torch.linalg.eigvalsh, lower)[-1].clamp(min=0) / n
 
-    def bounds(self, unit: Unit) -> Damped:
+    def bounds(self, unit: WindowUnit) -> Damped:
         """λ of a window, and upper bounds of the largest eigenvalue of ``GᵀG/n``."""
         lower, n = unit.window.lower(), self._rows_counted(unit)
         group = unit.group
@@ -134,12 +134,12 @@ class MFACSolver(WindowSolver):
         largest = gram.largest_bound(gram.symmetric(lower)) / n
         return Damped(unit.name, group, "damping", Extremes(damping, largest=largest + damping, undamped=largest))
 
-    def _rows_counted(self, unit: Unit) -> Tensor:
+    def _rows_counted(self, unit: WindowUnit) -> Tensor:
         """n, 0-dim float64."""
         count = unit.window.counters["count"].clamp(1, unit.window.m).to(torch.float64)
         return torch.full_like(count, unit.window.m) if unit.group["scale"] == "window" else count
 
-    def _filtered(self, units: Sequence[Unit], problem: tuple[Tensor, Tensor | None, Tensor, Tensor]) -> Tensor:
+    def _filtered(self, units: Sequence[WindowUnit], problem: tuple[Tensor, Tensor | None, Tensor, Tensor]) -> Tensor:
         """Coefficients without the directions that consist of rounding errors. Not finite if the solve fails."""
         lower = torch.stack([unit.window.lower() for unit in units])
         try:
@@ -147,7 +147,7 @@ class MFACSolver(WindowSolver):
         except LinAlgError:
             return torch.full_like(problem[0], torch.nan)
 
-    def _filtering(self, units: Sequence[Unit], amplification: Tensor, step: int) -> Tensor | None:
+    def _filtering(self, units: Sequence[WindowUnit], amplification: Tensor, step: int) -> Tensor | None:
         """Which units use the result without the directions that consist of rounding errors.
 
         A CPU uses the amplification of the current step; other devices use that of some steps before.
@@ -164,7 +164,7 @@ class MFACSolver(WindowSolver):
         fine = amplification <= limit if solver == "auto" else torch.isfinite(amplification)
         return None if all_true_on_cpu(fine) else ~fine
 
-    def _filters(self, unit: Unit, step: int) -> bool:
+    def _filters(self, unit: WindowUnit, step: int) -> bool:
         """Whether a unit filters under ``"auto"`` on a device, based on a measurement of some steps before."""
         if unit.window.device.type == "cpu" or unit.group["solver"] != "auto":
             return False
@@ -174,7 +174,7 @@ class MFACSolver(WindowSolver):
         few = unit.window.filled <= LAG  # nothing is measured yet, and eigenvalues of few rows are cheap
         return few or bool(unit.lagged.numpy()[step % LAG] ** 2 * unit.window.noise > _LARGEST_ERROR)
 
-    def _note(self, unit: Unit, amplification: Tensor, step: int) -> None:
+    def _note(self, unit: WindowUnit, amplification: Tensor, step: int) -> None:
         """Start to copy the amplification of this step to the host, which reads it some steps later."""
         i = step % LAG
         unit.lagged[i].copy_(amplification, non_blocking=True)
@@ -182,7 +182,7 @@ class MFACSolver(WindowSolver):
             unit.arrivals[i] = torch.Event(amplification.device)
             unit.arrivals[i].record()
 
-    def solve_options(self, unit: Unit, step: int) -> tuple[object, ...]:
+    def solve_options(self, unit: WindowUnit, step: int) -> tuple[object, ...]:
         """Key of the options that determine how the spectrum is filtered."""
         return unit.group["solver"], self._filters(unit, step)
 
@@ -217,7 +217,7 @@ class GGTSolver(WindowSolver):
         first = own if own and options.is_adam(group["graft"]) else betas[0]
         return (float(first), betas[1]), group["fallback_eps"]
 
-    def coefficients(self, units: Sequence[Unit], lower: Tensor, step: int) -> Tensor:
+    def coefficients(self, units: Sequence[WindowUnit], lower: Tensor, step: int) -> Tensor:
         """``φ(G_wᵀG_w) x``, see :func:`secondorder.linalg.gram.ggt_coefficients`."""
         group, window = units[0].group, units[0].window
         outside = float(1 / group["eps"] if group["sgd_weight"] is None else group["sgd_weight"])
@@ -237,20 +237,20 @@ class GGTSolver(WindowSolver):
             unit.outside = outside
         return torch.where(ok[:, None], a, alone)
 
-    def curvature_of_rows(self, unit: Unit, rows: Tensor) -> Tensor:
+    def curvature_of_rows(self, unit: WindowUnit, rows: Tensor) -> Tensor:
         """``(G_wᵀG_w)^(1/2)``."""
         found = gram.spectrum(unit.window.lower()[None], unit.window.noise, self._decays(unit)[None])
         basis = found.back[0].mT @ rows
         curvature: Tensor = (basis * found.values[0].sqrt()[:, None]).mT @ basis
         return curvature
 
-    def extremes(self, unit: Unit) -> tuple[Tensor, Tensor]:
+    def extremes(self, unit: WindowUnit) -> tuple[Tensor, Tensor]:
         """ε, and the largest eigenvalue of ``(G_wᵀG_w)^(1/2)``."""
         found = gram.spectrum(unit.window.lower()[None], unit.window.noise, self._decays(unit)[None])
         largest = found.values[0, -1].sqrt()
         return torch.full_like(largest, unit.group["eps"]), largest
 
-    def bounds(self, unit: Unit) -> Damped | None:
+    def bounds(self, unit: WindowUnit) -> Damped | None:
         """ε, and upper bounds of the largest eigenvalue of ``(G_wᵀG_w)^(1/2)``; None if another weight is outside."""
         if unit.group["sgd_weight"] is not None:
             return None
@@ -261,7 +261,7 @@ class GGTSolver(WindowSolver):
         return Damped(unit.name, unit.group, "eps", Extremes(damping, largest=largest + damping, undamped=largest))
 
     @staticmethod
-    def _decays(unit: Unit) -> Tensor:
+    def _decays(unit: WindowUnit) -> Tensor:
         """β₂ to the power of each row's age ``[t]``."""
         window = unit.window
         return gram.decay(unit.group["betas"][1], window.counters["pos"], window.m, window.filled)
@@ -270,13 +270,13 @@ class GGTSolver(WindowSolver):
         """The momentum of the group, which sums directions."""
         return group["momentum"], 1.0
 
-    def solve_options(self, unit: Unit, step: int) -> tuple[object, ...]:
+    def solve_options(self, unit: WindowUnit, step: int) -> tuple[object, ...]:
         """All parameters of the function of the spectrum."""
         group = unit.group
         return tuple(group["betas"]), group["eps"], group["sgd_weight"]
 
 
-def _stacked(units: Sequence[Unit]) -> tuple[Tensor, Tensor | None]:
+def _stacked(units: Sequence[WindowUnit]) -> tuple[Tensor, Tensor | None]:
     sources = [unit.source for unit in units if unit.source is not None]
     dots = [source.q for source in sources if source.q is not None]
     return torch.stack([source.b for source in sources]), torch.stack(dots) if dots else None

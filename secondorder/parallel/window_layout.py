@@ -26,7 +26,7 @@ from secondorder.curvature.window.shards import Bounds, Cutting
 from secondorder.parallel.shards import zeros_like_shard
 
 if TYPE_CHECKING:
-    from secondorder.curvature.window.unit import Unit
+    from secondorder.curvature.window.unit import WindowUnit
 
 #: Bytes of complete tensors that are sent together, for each rank.
 _PORTION = 32 * 2**20
@@ -45,9 +45,9 @@ class WindowCuts:
         layouts: The sharding of the parameters.
     """
 
-    def __init__(self, comm: CommStrategy, units: Sequence[Unit], layouts: Mapping[nn.Parameter, Layout]) -> None:
+    def __init__(self, comm: CommStrategy, units: Sequence[WindowUnit], layouts: Mapping[nn.Parameter, Layout]) -> None:
         self.comm, self.units, self.layouts = comm, units, layouts
-        self._ways: dict[tuple[Unit, int, bool], Route] = {}
+        self._ways: dict[tuple[WindowUnit, int, bool], Route] = {}
 
     def own(self, wanted: Sequence[Tensors | None]) -> Iterator[list[Tensor | None] | None]:
         """Yield the entries for this rank's rows.
@@ -76,7 +76,7 @@ class WindowCuts:
         arrived = self._moved(sent, ways, "gradients", exact=True)
         return [self._as_rows(unit, i, x) for (unit, i), x in zip(members, arrived, strict=True)]
 
-    def _as_rows(self, unit: Unit, i: int, x: Tensor) -> Tensor:
+    def _as_rows(self, unit: WindowUnit, i: int, x: Tensor) -> Tensor:
         """Return the received entries in the form that the window expects."""
         layout = self.layouts[unit.params[i]]
         if not x.numel():

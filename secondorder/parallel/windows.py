@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from secondorder.comm.layout import Layout
 from secondorder.comm.strategy import CommStrategy, Parcel
 from secondorder.curvature.window.shards import Slice
-from secondorder.curvature.window.unit import Unit, real
+from secondorder.curvature.window.unit import WindowUnit, real
 from secondorder.curvature.window.window import Push, padded
 from secondorder.parallel.window_layout import Tensors, WindowCuts
 
@@ -36,14 +36,14 @@ class WindowExchange:
 
     def __init__(self, comm: CommStrategy, device: torch.device | None = None) -> None:
         self.comm = comm
-        self.units: Sequence[Unit] = ()
+        self.units: Sequence[WindowUnit] = ()
         self.groups: Mapping[nn.Parameter, dict[str, Any]] = {}
         self._device = device
         self._cuts: WindowCuts | None = None
 
     def follow(
         self,
-        units: Sequence[Unit],
+        units: Sequence[WindowUnit],
         groups: Mapping[nn.Parameter, dict[str, Any]],
         layouts: Mapping[nn.Parameter, Layout],
     ) -> None:
@@ -82,7 +82,7 @@ class WindowExchange:
             for unit, part in zip(stale, total.split([len(own) for own in products]), strict=True):
                 unit.window.refresh(part.to(unit.window.device))
 
-    def sum_dots(self, pushes: Mapping[Unit, Push]) -> None:
+    def sum_dots(self, pushes: Mapping[WindowUnit, Push]) -> None:
         """Sum all products with rows over the parts of all windows, in one message."""
         units = [unit for unit in self.units if unit.part is not None]
         if not units:
@@ -94,7 +94,7 @@ class WindowExchange:
             if unit in pushes:
                 self._read(unit, pushes[unit], part.to(unit.window.device))
 
-    def _words(self, unit: Unit, push: Push | None) -> Tensor:
+    def _words(self, unit: WindowUnit, push: Push | None) -> Tensor:
         """Dot products of the new row with rows ``[m]`` and with momentum ``[1]``, and of decay with rows ``[m]``."""
         window, decays = unit.window, self.decays_outside(unit)
         if push is None:
@@ -108,7 +108,7 @@ class WindowExchange:
             found.append(padded(none if unit.decay_dots is None else unit.decay_dots, window.m))
         return torch.cat(found)
 
-    def _read(self, unit: Unit, push: Push, words: Tensor) -> None:
+    def _read(self, unit: WindowUnit, push: Push, words: Tensor) -> None:
         m, t = unit.window.m, len(push.dots)
         push.dots = words[:t]
         if push.inside is not None:
@@ -121,7 +121,7 @@ class WindowExchange:
         group = self.groups[p]
         return float(group["weight_decay"]) if group["weight_decay_mode"] in ("reg", "both") else 0.0
 
-    def decays_outside(self, unit: Unit) -> bool:
+    def decays_outside(self, unit: WindowUnit) -> bool:
         """Whether the weight decay of any parameter of a unit does not enter the window."""
         return any(self.decay_of(p) for p in unit.params)
 
@@ -165,7 +165,7 @@ class WindowExchange:
             gathered[i] = [next(wholes).view(real(p).shape) for p in self.units[i].params]
         return gathered
 
-    def _room(self, unit: Unit) -> list[Tensor]:
+    def _room(self, unit: WindowUnit) -> list[Tensor]:
         dtypes = [unit.window.dtype_of(i) for i in range(len(unit.params))]
         return [
             torch.zeros(real(p).shape, dtype=t, device=self._device or p.device)

@@ -19,7 +19,7 @@ from secondorder.capture.sites import Captured
 from secondorder.capture.statistics.measurement import Measured, Reduced
 from secondorder.curvature.block import Block
 from secondorder.curvature.schema import Place, Schema, likes
-from secondorder.curvature.window.unit import Unit as Window
+from secondorder.curvature.window.unit import WindowUnit
 from secondorder.curvature.window.window import LAG, GradientWindow
 from secondorder.curvature.work import flops_of_direction, flops_of_products, flops_of_refresh, flops_of_scale
 from secondorder.parallel.exchange import Posted, StatisticsExchange
@@ -224,7 +224,7 @@ class WindowDryRun:
                     for key, value in whole.state(i).items():
                         yield Holding(whose, CATALOG[key].kind, value.nbytes)
 
-    def _parts_of(self, unit: Window, whole: GradientWindow) -> Iterator[Holding]:
+    def _parts_of(self, unit: WindowUnit, whole: GradientWindow) -> Iterator[Holding]:
         """Yield the slices of a window by the column that stores them."""
         part = unit.part
         assert part is not None
@@ -238,11 +238,11 @@ class WindowDryRun:
 
     def work(self) -> Iterator[Work]:
         """Yield the FLOPs of the solve, which all parts repeat, and of the passes over the rows."""
-        portions = self._windows.plan.portions or []
-        for index, (unit, portion) in enumerate(zip(self._windows.plan.units, portions, strict=True)):
+        placed = self._windows.plan.placed or []
+        for index, (unit, flops) in enumerate(zip(self._windows.plan.units, placed, strict=True)):
             whose = None if unit.part is not None else self._comm.holders(index, "curvature")
-            yield Work(whose, "refresh", portion.refresh_flops)
-            yield Work(whose, "precondition", portion.step_flops / (1 if unit.part is None else unit.part.size))
+            yield Work(whose, "refresh", flops.refresh_flops)
+            yield Work(whose, "precondition", flops.step_flops / (1 if unit.part is None else unit.part.size))
 
 
 #: Steps of an optimizer without data, in a run whose warm-up is over.

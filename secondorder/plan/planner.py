@@ -140,7 +140,7 @@ def _supposed_world(
 def _units_of(curvature: Any, batch_size: int | None) -> Sequence[Unit]:
     """Return the units that a strategy places."""
     if isinstance(curvature, WindowPreconditioner):
-        return curvature.plan.portions or []
+        return curvature.plan.placed or []
     plan = curvature.plan
     if isinstance(curvature, RowPreconditioner):
         plan = copy(plan)

@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from secondorder.comm.strategy import CommStrategy
-from secondorder.comm.strategy import Unit as Portion
+from secondorder.comm.strategy import CommStrategy, Unit
 from secondorder.curvature.schema import Entry, Schema
 from secondorder.curvature.schema import Place as At
 from secondorder.curvature.window.form import Compression, Form, Place
 from secondorder.curvature.window.memory import free_bytes
 from secondorder.curvature.window.shards import Bounds, Slice, base_key
 from secondorder.curvature.window.topk import TopK
-from secondorder.curvature.window.unit import Unit, real, stored_otherwise
+from secondorder.curvature.window.unit import WindowUnit, real, stored_otherwise
 from secondorder.curvature.window.window import LAG, SHARED, SLOT_DIM, GradientWindow
 from secondorder.diagnostics.describe import human_bytes
 from secondorder.linalg.dense import precision_of
@@ -45,8 +44,6 @@ CATALOG: Schema = {
     }.items()
     for key in keys
 }
-
-Portions = list[Portion]
 
 
 @dataclass(frozen=True)
@@ -103,21 +100,21 @@ class WindowPlan(CurvaturePlan):
     ) -> None:
         self.solver, self.options, self.comm, self.table = solver, options, comm, table
         self.partition = Partition(options.partition, options.skip_norm_layers, options.skip_biases, excluded)
-        self.units: list[Unit] = []
-        self.unit_of: dict[nn.Parameter, Unit] = {}
+        self.units: list[WindowUnit] = []
+        self.unit_of: dict[nn.Parameter, WindowUnit] = {}
         self.bounds: dict[nn.Parameter, Bounds] = bounds or {}
         self.copied: set[nn.Parameter] = set(covered)
-        #: The portions that were placed; None before the first placement.
-        self.portions: Portions | None = None
+        #: The units that were placed; None before the first placement.
+        self.placed: list[Unit] | None = None
         #: Complete windows before they are divided, if they are only laid out.
         self.wholes: list[GradientWindow] = []
 
     # ------------------------------------------------------------------ units
-    def follow(self, place: Callable[[Portions], None]) -> bool:
+    def follow(self, place: Callable[[list[Unit]], None]) -> bool:
         """Make a new plan for the current parameters, and keep the windows that still fit.
 
         Args:
-            place: Function with which the strategy assigns portions to ranks.
+            place: Function with which the strategy assigns units to ranks.
 
         Returns:
             Whether there are new windows.
@@ -150,7 +147,7 @@ class WindowPlan(CurvaturePlan):
         return bool(fresh)
 
     @property
-    def by_name(self) -> dict[str, Unit]:
+    def by_name(self) -> dict[str, WindowUnit]:
         """The windows by name."""
         return {unit.name: unit for unit in self.units}
 
@@ -182,19 +179,19 @@ class WindowPlan(CurvaturePlan):
         self,
         named: Mapping[str, list[nn.Parameter]],
         wholes: Sequence[GradientWindow],
-        place: Callable[[Portions], None],
+        place: Callable[[list[Unit]], None],
     ) -> None:
-        portions = []
+        placed = []
         for name, window in zip(named, wholes, strict=True):
             rows = ", ".join(f"{tuple(own.shape)} {own.working}" for own in window.places)
             flops = self.solver.flops(window.m)
             divisible = self.options.partition != "layer"
-            portions.append(
-                Portion(name, f"{window.form} of {rows}", flops, window.flops, window.nbytes, divisible=divisible)
+            placed.append(
+                Unit(name, f"{window.form} of {rows}", flops, window.flops, window.nbytes, divisible=divisible)
             )
-        if portions != self.portions:
-            place(portions)
-            self.portions = portions
+        if placed != self.placed:
+            place(placed)
+            self.placed = placed
 
     def whole_window(self, params: list[nn.Parameter]) -> GradientWindow:
         """The window of some parameters, laid out but not allocated."""
@@ -208,7 +205,7 @@ class WindowPlan(CurvaturePlan):
         form = self.options.form(group["window_size"])
         return self.meta_window(params, form, self.solver.momentum_of_gradients(group) > 0)
 
-    def new_unit(self, index: int, name: str, params: list[nn.Parameter], whole: GradientWindow) -> Unit:
+    def new_unit(self, index: int, name: str, params: list[nn.Parameter], whole: GradientWindow) -> WindowUnit:
         """A unit whose window, or this rank's part of it, is laid out but not allocated."""
         rank, size = self.comm.shard(index) if self.options.partition != "layer" else (0, 1)
         window, part = whole, None
@@ -227,8 +224,8 @@ class WindowPlan(CurvaturePlan):
         dtypes = [
             {key: value.dtype for key, value in whole.state(i).items() if key in SLOT_DIM} for i in range(len(params))
         ]
-        is_local = size > 1 or self.comm.preconditions(index)
-        return Unit(name, params, window, self.table.group_of[params[0]], is_local=is_local, part=part, dtypes=dtypes)
+        group, is_local = self.table.group_of[params[0]], size > 1 or self.comm.preconditions(index)
+        return WindowUnit(name, params, window, group, is_local=is_local, part=part, dtypes=dtypes)
 
     def _places(
         self, params: Sequence[nn.Parameter], part: Slice | None, device: torch.device | None = None
@@ -246,10 +243,10 @@ class WindowPlan(CurvaturePlan):
     ) -> GradientWindow:
         return GradientWindow(self._places(params, part, torch.device("meta")), form, momentum)
 
-    def _window(self, unit: Unit, form: Form, momentum: bool) -> GradientWindow:
+    def _window(self, unit: WindowUnit, form: Form, momentum: bool) -> GradientWindow:
         return GradientWindow(self._places(unit.params, unit.part), form, momentum)
 
-    def _fill(self, unit: Unit, sources: Mapping[nn.Parameter, Unit]) -> None:
+    def _fill(self, unit: WindowUnit, sources: Mapping[nn.Parameter, WindowUnit]) -> None:
         """Allocate the window of a new unit, and copy the rows of its parameters from earlier windows."""
         states: list[dict[str, Tensor]] = [
             self.own_state(unit, i, self.table.state[p]) for i, p in enumerate(unit.params)
@@ -278,7 +275,7 @@ class WindowPlan(CurvaturePlan):
             unit.window.recompute_gram()  # columns were removed, or added with existing rows
         self.expose(unit)
 
-    def own_state(self, unit: Unit, i: int, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    def own_state(self, unit: WindowUnit, i: int, state: Mapping[str, Any]) -> dict[str, Tensor]:
         """The curvature in the state of a parameter of a unit, limited to the part of the window on this rank."""
         found = {base_key(k): v for k, v in state.items() if base_key(k) in CATALOG}
         if unit.part is None or any("@" in key for key in state):
@@ -290,7 +287,7 @@ class WindowPlan(CurvaturePlan):
         }
 
     def take_over(
-        self, unit: Unit, states: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor], rounded: bool = False
+        self, unit: WindowUnit, states: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor], rounded: bool
     ) -> None:
         """Fill a window from a state, which may have another number of slots. Without a state, it stays empty."""
         window = unit.window
@@ -310,7 +307,7 @@ class WindowPlan(CurvaturePlan):
         window.adopt([{} for _ in states], {})
         window.adopt_resized(old)
 
-    def expose(self, unit: Unit) -> None:
+    def expose(self, unit: WindowUnit) -> None:
         """Store a view of its part of the window in the state of each parameter. Slices have separate keys."""
         for i, p in enumerate(unit.params):
             found = unit.window.state(i)
@@ -319,7 +316,7 @@ class WindowPlan(CurvaturePlan):
             self.table.state[p].update(found)
         self.table.state[unit.params[0]].update(unit.window.shared_state(), amplification=unit.lagged)
 
-    def momentum_if_wanted(self, unit: Unit) -> float:
+    def momentum_if_wanted(self, unit: WindowUnit) -> float:
         """Return β of the momentum on gradients, and create its state when a schedule first turns it on."""
         beta = self.solver.momentum_of_gradients(unit.group)
         if beta > 0 and unit.window.outside is None:
@@ -328,7 +325,7 @@ class WindowPlan(CurvaturePlan):
                 self.expose(unit)
         return beta
 
-    def _require_memory(self, units: Sequence[Unit]) -> None:
+    def _require_memory(self, units: Sequence[WindowUnit]) -> None:
         """Raise an error if the windows do not fit into memory, before anything is allocated."""
         needed: dict[torch.device, int] = {}
         units = [unit for unit in units if unit.is_local]
@@ -349,14 +346,14 @@ class WindowPlan(CurvaturePlan):
                     f"({human_bytes(less)}), or a window_size of at most {fits}."
                 )
 
-    def lay_out(self, portions: Portions | None, *, keep: bool) -> None:
+    def lay_out(self, placed: list[Unit] | None, *, keep: bool) -> None:
         """Create units without memory, for a strategy that has already placed them.
 
         Args:
-            portions: The portions that the strategy has placed.
+            placed: The units that the strategy has placed.
             keep: Whether parameters stay divided in the same way.
         """
-        self.portions = portions
+        self.placed = placed
         if not keep:
             self.bounds = {}
         named = self.named()
@@ -366,7 +363,9 @@ class WindowPlan(CurvaturePlan):
         self.unit_of = {p: unit for unit in self.units for p in unit.params}
 
     # ------------------------------------------------------------------ life
-    def retreat(self, units: list[Unit], bounds: dict[nn.Parameter, Bounds], joined: Iterable[nn.Parameter]) -> None:
+    def retreat(
+        self, units: list[WindowUnit], bounds: dict[nn.Parameter, Bounds], joined: Iterable[nn.Parameter]
+    ) -> None:
         """Return to earlier units, without the parameters that have joined since."""
         self.units, self.bounds = units, bounds
         self.unit_of = {p: unit for unit in units for p in unit.params}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from secondorder.curvature.damping_watch import Damped
-from secondorder.curvature.window.unit import Unit, real
+from secondorder.curvature.window.unit import WindowUnit, real
 from secondorder.linalg import gram
 from secondorder.preconditioners.base import CurvatureReport
 
@@ -111,7 +111,7 @@ class WindowReport(CurvatureReport):
             "units": {unit.name: dict(self.metrics(unit)) for unit in local},
         }
 
-    def metrics(self, unit: Unit) -> Iterator[tuple[str, float | int]]:
+    def metrics(self, unit: WindowUnit) -> Iterator[tuple[str, float | int]]:
         """Metrics of the last direction of a window, by name."""
         window = unit.window
         yield "rows", window.filled

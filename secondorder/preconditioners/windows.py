@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from secondorder import options
 from secondorder.comm.layout import local
-from secondorder.comm.strategy import CommStrategy
+from secondorder.comm.strategy import CommStrategy, Unit
 from secondorder.curvature.solvers import WindowSolver
-from secondorder.curvature.window.unit import Source, Unit, real
+from secondorder.curvature.window.unit import Source, WindowUnit, real
 from secondorder.curvature.window.window import Push
 from secondorder.linalg import gram
 from secondorder.linalg.dense import full_precision
@@ -25,7 +25,7 @@ from secondorder.parallel.windows import WindowExchange
 from secondorder.parameters import Directions, ParameterTable
 from secondorder.preconditioners.base import Preconditioner, Proposal, Rule
 from secondorder.preconditioners.hooks import NoHooks
-from secondorder.preconditioners.window_plan import Portions, WindowPlan, WindowStructure
+from secondorder.preconditioners.window_plan import WindowPlan, WindowStructure
 from secondorder.preconditioners.window_report import WindowReport
 from secondorder.runtime import Runtime
 
@@ -66,7 +66,7 @@ class WindowPreconditioner(Preconditioner):
         self.runtime, self.hooks = runtime, NoHooks()
         self._norms: dict[nn.Parameter, Tensor] = {}
 
-    def follow(self, place: Callable[[Portions], None]) -> bool:
+    def follow(self, place: Callable[[list[Unit]], None]) -> bool:
         """Make a new plan for the current parameters, and return whether there are new windows."""
         table, partition = self.table, self.plan.partition
         for group in table.groups:
@@ -97,7 +97,7 @@ class WindowPreconditioner(Preconditioner):
             The windows, which support only queries that depend on shapes.
         """
         found = WindowPreconditioner(self.solver, self.structure, comm, self.table, Runtime(), self.plan.kept())
-        found.plan.lay_out(self.plan.portions, keep=is_real)
+        found.plan.lay_out(self.plan.placed, keep=is_real)
         found.exchange = WindowExchange(comm, torch.device("meta"))
         found.reconnect()
         return found
@@ -131,7 +131,7 @@ class WindowPreconditioner(Preconditioner):
     def learn(self, statistics: Any, gradients: Directions, gate: Tensor | None) -> None:
         """Store the gradients as the newest rows."""
         self.exchange.refresh_stale()
-        pushes: dict[Unit, Push] = {}
+        pushes: dict[WindowUnit, Push] = {}
         betas = {unit: self.plan.momentum_if_wanted(unit) for unit in self.plan.units}
         for unit in self.plan.units:
             self._find_inputs(unit, gradients)
@@ -155,7 +155,7 @@ class WindowPreconditioner(Preconditioner):
             unit.window.finish(push)
         self._norms = {}
 
-    def _find_inputs(self, unit: Unit, gradients: Directions) -> None:
+    def _find_inputs(self, unit: WindowUnit, gradients: Directions) -> None:
         """Find the input of a window and its norm."""
         inputs = [self._input(p, gradients) for p in unit.params]
         unit.inputs = inputs if any(x is not None for x in inputs) else None
@@ -178,7 +178,7 @@ class WindowPreconditioner(Preconditioner):
     # ------------------------------------------------------------------ stage 4: coefficients
     def refresh_due(self) -> list[int]:
         """Solve for the coefficients of all directions."""
-        alike: dict[tuple[object, ...], list[Unit]] = {}
+        alike: dict[tuple[object, ...], list[WindowUnit]] = {}
         for unit in self.plan.units:
             if unit.inputs is not None and unit.is_local:
                 unit.source = self._source(unit)
@@ -193,7 +193,7 @@ class WindowPreconditioner(Preconditioner):
     def share(self, refreshed: list[int]) -> None:
         """Do nothing, since every rank that stores rows has computed their coefficients."""
 
-    def _source(self, unit: Unit) -> Source:
+    def _source(self, unit: WindowUnit) -> Source:
         window, group, t = unit.window, unit.group, unit.window.filled
         b, q = (torch.arange(t, device=window.device) == window.newest).to(torch.float64), None  # the newest row
         r: list[Tensor | None] | None = None
@@ -214,7 +214,7 @@ class WindowPreconditioner(Preconditioner):
             r = [d if x is None else x if d is None else x + d for x, d in pairs]
         return Source(b, q, r)
 
-    def _decay_in_direction(self, unit: Unit) -> list[Tensor | None] | None:
+    def _decay_in_direction(self, unit: WindowUnit) -> list[Tensor | None] | None:
         """Parameters whose weight decay is preconditioned but does not enter the window (``"reg"``, ``"both"``)."""
         if not self.exchange.decays_outside(unit) or unit.inputs is None:
             return None
@@ -222,7 +222,7 @@ class WindowPreconditioner(Preconditioner):
         found = [real(local(p.detach())) if x is not None and self.exchange.decay_of(p) else None for p, x in pairs]
         return found if any(x is not None for x in found) else None
 
-    def _scaled_decay(self, unit: Unit, own: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def _scaled_decay(self, unit: WindowUnit, own: Sequence[Tensor | None]) -> list[Tensor | None]:
         """``wd·p`` of this rank's part of a window, in its precision."""
         pairs = zip(unit.params, own, strict=True)
         return [None if x is None else x.to(self.structure.working(p)) * self.exchange.decay_of(p) for p, x in pairs]
@@ -244,7 +244,7 @@ class WindowPreconditioner(Preconditioner):
             unit.inputs = unit.source = unit.decayed = unit.decay_dots = None
         return Proposal(directions, raw, sizes)
 
-    def _combined(self, unit: Unit) -> list[Tensor] | None:
+    def _combined(self, unit: WindowUnit) -> list[Tensor] | None:
         """This rank's part of the direction of a unit: ``Gᵀa + c·r``; None without gradients."""
         if unit.inputs is None or unit.a is None or unit.source is None:
             return None
@@ -258,7 +258,7 @@ class WindowPreconditioner(Preconditioner):
 
     # ------------------------------------------------------------------ the first-order rules
     @property
-    def covered(self) -> Mapping[nn.Parameter, Unit]:
+    def covered(self) -> Mapping[nn.Parameter, WindowUnit]:
         """The window of each covered parameter."""
         return self.plan.unit_of
 
@@ -283,7 +283,7 @@ class WindowPreconditioner(Preconditioner):
         return rule
 
 
-def _batches(alike: Iterable[list[Unit]]) -> Iterator[list[Unit]]:
+def _batches(alike: Iterable[list[WindowUnit]]) -> Iterator[list[WindowUnit]]:
     """Batches of units of equal size, which are solved together. The batch size limits the temporary memory."""
     for units in alike:
         count = max(1, _BATCH // max(units[0].window.filled, 1) ** 2)

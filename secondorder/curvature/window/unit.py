@@ -28,7 +28,7 @@ class Source(NamedTuple):
 
 
 @dataclass(eq=False)
-class Unit:
+class WindowUnit:
     """The parameters that share a window.
 
     Attributes:
@@ -93,7 +93,7 @@ def real(x: Tensor) -> Tensor:
     return torch.view_as_real(x) if x.is_complex() else x
 
 
-def stored_otherwise(unit: Unit, old: Sequence[Unit]) -> bool:
+def stored_otherwise(unit: WindowUnit, old: Sequence[WindowUnit]) -> bool:
     """Whether the rows of some units are stored in another dtype in a new one."""
     before = {p: dtypes for u in old for p, dtypes in zip(u.params, u.dtypes, strict=True)}
     now = zip(unit.params, unit.dtypes, strict=True)
