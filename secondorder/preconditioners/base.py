@@ -141,9 +141,9 @@ class CurvatureReport(ABC):
         return 0
 
     @property
+    @abstractmethod
     def pending_bytes(self) -> int:
         """Bytes of statistics that wait for the next step."""
-        return 0
 
 
 class Covering(Protocol):

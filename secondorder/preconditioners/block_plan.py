@@ -173,6 +173,9 @@ class BlockPlan(CurvaturePlan, Generic[BlockT]):
             else:  # the model was moved or cast
                 state[key] = state[key].to(p.device, value.dtype)
 
+    def allocate_common(self) -> None:
+        """Allocate the state that belongs to no single block."""
+
     # ------------------------------------------------------------------ facts and copies
     def borrow(self, other: BlockPlan[BlockT]) -> None:
         """Plan the blocks of another plan, with states of this one."""

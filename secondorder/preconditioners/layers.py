@@ -113,6 +113,7 @@ class LayerPreconditioner(Preconditioner, Generic[BlockT]):
 
     def rebuilt(self) -> None:
         """Act on a new plan, whose state has been allocated."""
+        self.plan.allocate_common()
         self.refresher.forget_jobs()  # parameters may have moved or changed their dtype
         self.runtime.stacks.clear()
 

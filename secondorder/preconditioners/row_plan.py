@@ -90,6 +90,17 @@ class RowPlan(BlockPlan[RowBlock]):
             )
         )
 
+    def is_auto(self) -> bool:
+        """Return whether a policy chooses the mode of some group."""
+        return any(group["mode"] == "auto" for group in self.table.groups)
+
+    def allocate_common(self) -> None:
+        """Allocate the state of the policy, which the state of the first parameter holds."""
+        if (first := self.table.first) is not None:
+            self.table.state[first].pop("switch_state", None)
+            if self.is_auto() or self.modes.mode is not None:
+                self.table.state[first]["switch_state"] = self.modes.vector()
+
     # ------------------------------------------------------------------ rows or factors
     def choose_form(self, block: RowBlock, rows: int, positions: int, are_pairs: bool) -> bool:
         """Return whether rows of inputs and of gradients, if these were captured, should be multiplied out.

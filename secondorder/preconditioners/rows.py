@@ -163,7 +163,7 @@ class RowPreconditioner(LayerPreconditioner[RowBlock]):
 
     def inspected(self, gradients: Directions) -> None:
         """Pass the learning rates and the norm of the gradient to the policy, as far as it needs them."""
-        if self.is_auto():
+        if self.plan.is_auto():
             policy, groups = self.plan.modes.policy, self.table.groups
             rates = [_number(g["lr"]) for g in groups] if policy.needs_rates else []
             policy.observe(self.runtime.step, rates, self._norm(gradients) if policy.needs_gradient_norm else None)
@@ -194,18 +194,6 @@ class RowPreconditioner(LayerPreconditioner[RowBlock]):
         return rule
 
     # ------------------------------------------------------------------ the policy, and copies
-    def is_auto(self) -> bool:
-        """Return whether a policy chooses the mode of some group."""
-        return any(group["mode"] == "auto" for group in self.table.groups)
-
-    def rebuilt(self) -> None:
-        """Act on a new plan, whose state has been allocated."""
-        super().rebuilt()
-        if (first := self.table.first) is not None:
-            self.table.state[first].pop("switch_state", None)
-            if self.is_auto() or self.plan.modes.mode is not None:
-                self.table.state[first]["switch_state"] = self.plan.modes.vector()
-
     def facts(self) -> dict[str, list[str]]:
         """Return the settings that must be equal on all ranks, as text."""
         own = {"batch size and switch": [str(self.plan.batch_size), type(self.plan.modes.policy).__name__]}

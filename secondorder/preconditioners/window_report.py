@@ -32,6 +32,11 @@ class WindowReport(CurvatureReport):
         """Return the number of windows as text."""
         return f"{len(self._plan.units)} window{'s' if len(self._plan.units) != 1 else ''}"
 
+    @property
+    def pending_bytes(self) -> int:
+        """0, since gradients enter the windows in the step itself."""
+        return 0
+
     def coverage(self, p: nn.Parameter) -> tuple[str, str, str]:
         """Return what covers a parameter, its size, and its owner; all are empty strings if nothing covers it."""
         unit = self._plan.unit_of.get(p)
