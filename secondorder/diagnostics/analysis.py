@@ -131,7 +131,7 @@ class Analysis:
         kis_sampling: str | Sequence[str] = "systematic",
         seed: int = 0,
     ) -> None:
-        _require_layers(optimizer)
+        per_kernel = _layers_of(optimizer).damps_kernel
         self._tools = _several("tools", tools, tuple(COLUMNS))
         samplings = _several("kis_sampling", kis_sampling, selection.SAMPLINGS)
         options.whole(1)("every", every)
@@ -143,13 +143,6 @@ class Analysis:
         options.whole(0)("seed", seed)
         self._every, self._approx = every, approx
         self._method: Any = optimizer
-        curvature: Any = self._method.preconditioner
-        per_kernel, observed = curvature.damps_kernel, self._method.capture.observes
-        if per_kernel and observed:
-            raise ValueError(
-                "the rows of an analysis are gradients of the loss, but those of the optimizer are for "
-                f"fisher={curvature.setting.fisher.kind!r}"
-            )
         self._few_rows = FewRows(self._tools, rank_fraction, max_rank, damping, per_kernel, samplings, seed)
         self.refused: dict[str, str] = {}
         self._observe(Path(out_dir), epoch_steps)
@@ -332,10 +325,18 @@ class Analysis:
         self._follow()
 
 
-def _require_layers(optimizer: object) -> None:
-    if not isinstance(getattr(optimizer, "preconditioner", None), LayerPreconditioner):
+def _layers_of(optimizer: Any) -> LayerPreconditioner[Any]:
+    """Return the preconditioner if it has layers, whose rows, if it uses rows, are gradients of the loss."""
+    curvature = getattr(optimizer, "preconditioner", None)
+    if not isinstance(curvature, LayerPreconditioner):
         found = type(optimizer).__name__
         raise TypeError(f"Analysis needs an optimizer with layers, such as KFAC, EKFAC or HyLo, got {found}")
+    if optimizer.capture.observes and curvature.damps_kernel:
+        raise ValueError(
+            "the rows of an analysis are gradients of the loss, but those of the optimizer are for "
+            f"fisher={optimizer.fisher!r}"
+        )
+    return curvature
 
 
 def _several(name: str, given: str | Sequence[str], allowed: tuple[str, ...]) -> tuple[str, ...]:
