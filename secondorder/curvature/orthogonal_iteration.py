@@ -12,7 +12,7 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 from secondorder.curvature.eigenbasis import EigenbasisBlock
 from secondorder.curvature.factorization import Found, KeyT, batched, joint_ok
 from secondorder.curvature.kronecker import FactoredBlock
-from secondorder.curvature.refresh import Refresher
+from secondorder.curvature.refresh import Ranks, Refresher
 from secondorder.curvature.refresh_schedule import RefreshSchedule
 from secondorder.linalg import eigenbasis
 
@@ -74,23 +74,21 @@ class BasisIteration:
 class BasisRefresher(Refresher):
     """Computes bases by an iteration from the last bases if a block supports it."""
 
-    def __init__(self, schedule: RefreshSchedule, interval: str, max_failures: int) -> None:
-        super().__init__(schedule, interval, max_failures)
+    def __init__(self, schedule: RefreshSchedule, interval: str, max_failures: int, comm: Ranks) -> None:
+        super().__init__(schedule, interval, max_failures, comm)
         self._iteration = BasisIteration()
 
-    def find(
-        self, blocks: Sequence[Any], host_checks: bool, mirrors: bool, restores: bool = False
-    ) -> dict[tuple[Any, str], Found]:
+    def find(self, blocks: Sequence[Any], host_checks: bool, restores: bool = False) -> dict[tuple[Any, str], Found]:
         """Return eigenvalues and bases by block and side, and the additional results of :func:`iterate`."""
         warm = [] if restores else [b for b in blocks if b.may_iterate]
         cold = [b for b in blocks if b not in warm]
-        found = super().find(cold, host_checks, mirrors)
+        found = super().find(cold, host_checks)
         self._iteration.prepare(cold)
         if warm:
             iterated: dict[tuple[Any, str], Found] = {**self._iteration.run(warm)}
             if host_checks:  # a basis that lost its orthogonality starts again
                 lost = [b for b, ok in zip(warm, joint_ok(iterated, warm).cpu().numpy(), strict=True) if not ok]
-                iterated.update(super().find(lost, host_checks, mirrors))
+                iterated.update(super().find(lost, host_checks))
             found.update(iterated)
         return found
 

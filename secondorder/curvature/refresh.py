@@ -16,6 +16,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -35,6 +36,17 @@ _FOUND = ("basis_", "eigenvalues_", "inverse_")
 REFRESH_PORTION = 1 << 24
 
 
+class Ranks(Protocol):
+    """What a refresher asks the communication strategy."""
+
+    @property
+    def combines(self) -> bool:
+        """Whether several ranks work together."""
+
+    def refreshes(self, index: int) -> bool:
+        """Whether this rank refreshes a block."""
+
+
 class Refresher:
     """Decides which blocks are refreshed, factorizes their factors, and counts refreshes and failures.
 
@@ -42,6 +54,7 @@ class Refresher:
         schedule: The steps in which blocks are refreshed.
         interval: Name of the option with the number of steps between two refreshes.
         max_failures: Number of consecutive failed refreshes of a block after which an error is raised.
+        comm: The communication strategy.
 
     Attributes:
         failures: Number of consecutive failed refreshes by block.
@@ -53,8 +66,8 @@ class Refresher:
         background: The thread in which they run.
     """
 
-    def __init__(self, schedule: RefreshSchedule, interval: str, max_failures: int) -> None:
-        self.schedule, self.interval, self.max_failures = schedule, interval, max_failures
+    def __init__(self, schedule: RefreshSchedule, interval: str, max_failures: int, comm: Ranks) -> None:
+        self.schedule, self.interval, self.max_failures, self._comm = schedule, interval, max_failures, comm
         self.failures: dict[str, int] = {}
         self.failed_at: dict[str, int] = {}
         self.failed = 0
@@ -180,37 +193,33 @@ class Refresher:
         return [b.index for b in blocks]
 
     # ------------------------------------------------------------------ factorizations
-    def refresh(self, blocks: Sequence[Block], host_checks: bool, mirrors: bool, restores: bool = False) -> Tensor:
+    def refresh(self, blocks: Sequence[Block], host_checks: bool, restores: bool = False) -> Tensor:
         """Refresh some blocks in portions, so that temporary memory does not grow with the model.
 
         Args:
             blocks: The blocks.
             host_checks: Whether the host may check results.
-            mirrors: As in :func:`secondorder.curvature.factorization.factorise`.
             restores: Whether this only recomputes curvature that a checkpoint left out.
 
         Returns:
             Whether each refresh succeeded, ``[len(blocks)]``. A block whose refresh fails keeps its last good result.
         """
-        return torch.cat([self._refresh(some, host_checks, mirrors, restores) for some in _portions(blocks)])
+        return torch.cat([self._refresh(some, host_checks, restores) for some in _portions(blocks)])
 
-    def _refresh(self, blocks: Sequence[Block], host_checks: bool, mirrors: bool, restores: bool) -> Tensor:
-        found = self.find(blocks, host_checks, mirrors, restores)
+    def _refresh(self, blocks: Sequence[Block], host_checks: bool, restores: bool) -> Tensor:
+        found = self.find(blocks, host_checks, restores)
         ok = joint_ok(found, blocks)
         for block, good in zip(blocks, ok.unbind(), strict=True):
             adopt = block.restore if restores else block.adopt
             adopt({side: found[block, side][0] for side in "ag" if (block, side) in found}, good)
         return ok
 
-    def find(
-        self, blocks: Sequence[Block], host_checks: bool, mirrors: bool, restores: bool = False
-    ) -> dict[Key, Found]:
+    def find(self, blocks: Sequence[Block], host_checks: bool, restores: bool = False) -> dict[Key, Found]:
         """Return the factorizations of the copies with which a refresh was begun, or else of the current estimates.
 
         Args:
             blocks: The blocks.
             host_checks: Whether the host may check results.
-            mirrors: As in :func:`secondorder.curvature.factorization.factorise`.
             restores: Whether this only recomputes curvature that a checkpoint left out.
         """
         found: dict[Key, Found] = {}
@@ -219,7 +228,7 @@ class Refresher:
             if job.is_here:
                 found.update(job.result(_tensors_of))
         rest = [b for b in blocks if (b, "a") not in found]
-        return found | factorise(self._tasks(rest), host_checks, mirrors)
+        return found | factorise(self._tasks(rest), host_checks, self._comm.combines)
 
     def _tasks(self, blocks: Iterable[Block]) -> dict[Key, Task]:
         found = ((b, b.tasks(begun=b in self._adopting)) for b in blocks)
@@ -240,19 +249,19 @@ class Refresher:
             block.state["adopt_at"] = 0
             self.jobs.pop(block, None)
 
-    def begin(self, blocks: Sequence[Block], here: Callable[[Block], bool], mirrors: bool) -> None:
-        """Copy the matrices that a refresh of blocks factorizes ``here``, and start on those that are adopted first."""
+    def begin(self, blocks: Sequence[Block]) -> None:
+        """Copy the matrices that this rank factorizes for a refresh, and start on those that are adopted first."""
         together: dict[tuple[int, torch.device], list[Block]] = {}
         for block in blocks:
             lag = self.schedule.lag(block.group[self.interval])
             block.state["adopt_at"] = block.runtime.step + lag
-            if here(block):
+            if not self._comm.combines or self._comm.refreshes(block.index):
                 together.setdefault((lag, block.owner.device), []).append(block)
         for job in {self.jobs.pop(b) for some in together.values() for b in some if b in self.jobs}:
             job.wait()
         for (_, device), some in sorted(together.items(), key=lambda item: item[0][0]):
             try:
-                job = self.background.submit(partial(factorise, self._copies(some), True, mirrors), device)
+                job = self.background.submit(partial(factorise, self._copies(some), True, self._comm.combines), device)
             except (RuntimeError, MemoryError) as error:  # no memory or thread; raised where all ranks hear of it
                 job = Job.failed(error, device)
             self.jobs.update(dict.fromkeys(some, job))

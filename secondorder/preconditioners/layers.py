@@ -88,8 +88,8 @@ class LayerPreconditioner(Preconditioner, Generic[BlockT]):
         self.plan: BlockPlan[BlockT] = self.plan_type(
             setting, self.block_type, self.refresh_interval, self.exchange, **own
         )
-        most_failures = self.options.refresh.max_failures
-        self.refresher = self.refresher_type(self.options.schedule, self.refresh_interval, most_failures)
+        most = self.options.refresh.max_failures
+        self.refresher = self.refresher_type(self.options.schedule, self.refresh_interval, most, setting.comm)
         parts = self.plan, self.refresher, self.exchange
         self.schedule = self.schedule_type(*parts, self.capture_interval, self.capture_counter)
         self.hooks = LayerCapture(setting, self.plan, self.schedule, self.rows_per_example)
@@ -159,7 +159,7 @@ class LayerPreconditioner(Preconditioner, Generic[BlockT]):
         at_once = {b for b in blocks if b.index in refreshed and b not in adopted}
         self.refresher.forget(at_once)
         begun = [b for b in blocks if comm.renews(b.index) and self.refresher.begins(b, count) and b not in at_once]
-        self.refresher.begin(begun, lambda b: not comm.combines or comm.refreshes(b.index), comm.combines)
+        self.refresher.begin(begun)
         return sorted(refreshed)
 
     def _refresh_due(self) -> list[int]:
@@ -193,7 +193,7 @@ class LayerPreconditioner(Preconditioner, Generic[BlockT]):
         Returns:
             Whether each refresh succeeded, ``[len(blocks)]``. A block whose refresh fails keeps its last good result.
         """
-        return self.refresher.refresh(blocks, host_checks, self.comm.combines, restores)
+        return self.refresher.refresh(blocks, host_checks, restores)
 
     def share(self, refreshed: list[int]) -> None:
         """Send refreshed curvature to the ranks that precondition with it."""
