@@ -235,9 +235,14 @@ def without_effect(group: Mapping[str, Any], usual: Mapping[str, Any]) -> str:
     return ""
 
 
-def clashing(clashes: Mapping[str, bool]) -> str:
-    """The options that clash, separated by commas; an empty string if none does."""
-    return ", ".join(name for name, clash in clashes.items() if clash)
+def refuse(clashes: Mapping[str, bool], reason: str) -> None:
+    """Reject the options that clash. Their names follow the reason in the message.
+
+    Raises:
+        ValueError: If any option clashes.
+    """
+    if found := ", ".join(name for name, clash in clashes.items() if clash):
+        raise ValueError(f"{reason} {found}")
 
 
 def resolve_fallback(fallback: str | None, graft: str | None) -> str:

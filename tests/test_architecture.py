@@ -221,7 +221,7 @@ NUMBERS: dict[str, tuple[int, int, Callable[[], int]]] = {
     "folders at the top level": (12, 12, lambda: len({path.parent for path in PACKAGE.glob("*/*.py")})),
     "modules named by a verb, without reason": (0, 0, lambda: len(named_by_a_verb() - NAMED_BY_A_VERB)),
     "long modules": (5, 0, lambda: sum(lines > LONG_MODULE for lines in lengths().values())),
-    "long functions": (7, 0, long_functions),
+    "long functions": (6, 0, long_functions),
     "rows of the layering table": (17, 17, lambda: len(MAY_IMPORT)),
     "lines": (39875, 28500, lambda: sum(lengths().values())),
 }  # fmt: skip

@@ -169,37 +169,22 @@ def _exclude(
     group: Mapping[str, Any], groups: list[Group], fisher: str, overlap: bool, adaptation: AdaptationOptions
 ) -> None:
     """Reject options that exclude each other."""
-    running = group["estimator"] == "running"
     if overlap and group["basis_update"] == "qr":
         raise ValueError(
             "overlap=True computes a basis from scratch, but basis_update='qr' improves the current basis: drop one"
         )
     if fisher == "forward_only":
         raise ValueError("fisher='forward_only' measures no gradients, which EKFAC needs for its scale: use KFAC")
-    if running:
-        unused = {
-            "transport='recompute'": group["transport"] == "recompute",
-            "token_is_example=True": group["token_is_example"],
-            f"scale_batch_size={group['scale_batch_size']}": group["scale_batch_size"] is not None,
-        }
-        if found := options.clashing(unused):
-            raise ValueError(f"estimator='running' does not use single examples: drop {found}")
-    if running and fisher != "empirical":
-        raise ValueError(
-            f"estimator='running' squares the gradient of the loss, which is not a sample of fisher={fisher!r}: use "
-            "estimator='intra'"
-        )
+    if group["estimator"] == "running":
+        _exclude_examples(group, fisher)
     if is_adam(group):
         clashes = {
             "adaptive_damping=True": adaptation.adaptive_damping,
             "calibrate_damping=True": adaptation.calibrate_damping,
             "weight_decay_in_curvature=True": group["weight_decay_in_curvature"],
         }
-        if found := options.clashing(clashes):
-            raise ValueError(
-                "estimator='running', momentum_mode='pre' and power=0.5 make Adam in an eigenbasis, which uses "
-                f"eps instead of damping: drop {found}"
-            )
+        made = "estimator='running', momentum_mode='pre' and power=0.5 make Adam in an eigenbasis"
+        options.refuse(clashes, f"{made}, which uses eps instead of damping: drop")
     if group["momentum_mode"] == "pre":
         clashes = {
             f"graft={group['graft']!r}": group["graft"] is not None,
@@ -207,5 +192,19 @@ def _exclude(
             "quadratic_model=True": adaptation.quadratic_model,
             f"momentum={group['momentum']}": group["momentum"] >= 1,
         }
-        if found := options.clashing(clashes):
-            raise ValueError(f"momentum_mode='pre' cannot be combined with {found}")
+        options.refuse(clashes, "momentum_mode='pre' cannot be combined with")
+
+
+def _exclude_examples(group: Mapping[str, Any], fisher: str) -> None:
+    """Reject options that need the gradients of single examples."""
+    unused = {
+        "transport='recompute'": group["transport"] == "recompute",
+        "token_is_example=True": group["token_is_example"],
+        f"scale_batch_size={group['scale_batch_size']}": group["scale_batch_size"] is not None,
+    }
+    options.refuse(unused, "estimator='running' does not use single examples: drop")
+    if fisher != "empirical":
+        raise ValueError(
+            f"estimator='running' squares the gradient of the loss, which is not a sample of fisher={fisher!r}: "
+            "use estimator='intra'"
+        )

@@ -220,5 +220,4 @@ def _exclude(group: Mapping[str, Any], groups: list[Group], fisher: str) -> None
             f"inner={group['inner']!r}": options.is_adam(group["inner"]),
             f"graft={group['graft']!r}": options.is_adam(group["graft"]),
         }
-        if found := options.clashing(clashes):
-            raise ValueError(f"weight_decay_mode='reg' makes decay part of the gradient: drop {found}")
+        options.refuse(clashes, "weight_decay_mode='reg' makes decay part of the gradient: drop")

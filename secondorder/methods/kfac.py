@@ -198,8 +198,7 @@ def _within_budget(given: Mapping[str, Any]) -> Mapping[str, Any]:
         "refresh.warmup=True": getattr(refresh, "warmup", None) is True,
         "refresh.precondition_steps": getattr(refresh, "precondition_steps", 1) != 1,
     }
-    if found := options.clashing(clashes):
-        raise ValueError(f"budget={budget!r} chooses the intervals itself: drop {found}")
+    options.refuse(clashes, f"budget={budget!r} chooses the intervals itself: drop")
     return given if chosen is not None else {**given, "inverse_method": _CHEAP}
 
 
@@ -209,9 +208,9 @@ def _exclude_judged(group: Mapping[str, Any], groups: list[Group], adaptation: A
         f"budget={group['budget']}": group["budget"] is not None,
         f"precondition_steps={group['precondition_steps']}": group["precondition_steps"] > 1,
     }
-    if adaptation.judging and (clashing := options.clashing(found)):
+    if adaptation.judging:
         judging = ", ".join(adaptation.judging)
-        raise ValueError(f"{judging} judges every step by its curvature, which some steps lack then: drop {clashing}")
+        options.refuse(found, f"{judging} judges every step by its curvature, which some steps lack then: drop")
 
 
 def _exclude(group: Mapping[str, Any], groups: list[Group]) -> None:

@@ -96,8 +96,7 @@ def _exclude(group: Mapping[str, Any], groups: list[Group], adaptation: Adaptati
             f"inner={group['inner']!r}": options.is_adam(group["inner"]),
             "nesterov=True": group["nesterov"],
         }
-        if found := options.clashing(clashes):
-            raise ValueError(f"quadratic_model=True chooses the learning rate and the momentum itself: drop {found}")
+        options.refuse(clashes, "quadratic_model=True chooses the learning rate and the momentum itself: drop")
     if group["orthogonalize"]:
         judged = {
             "adaptive_damping=True": adaptation.adaptive_damping,
@@ -108,8 +107,7 @@ def _exclude(group: Mapping[str, Any], groups: list[Group], adaptation: Adaptati
             raise ValueError(
                 f"orthogonalize=True makes all singular values equal, inner={group['inner']!r} undoes it: drop one"
             )
-        if found := options.clashing(judged):
-            raise ValueError(f"orthogonalize=True takes steps that the quadratic model cannot describe: drop {found}")
+        options.refuse(judged, "orthogonalize=True takes steps that the quadratic model cannot describe: drop")
     if group["approx"] == "reduce" and group["factor_positions"] is not None:
         raise ValueError("approx='reduce' averages over all positions: drop factor_positions, or use approx='expand'")
 
