@@ -237,7 +237,8 @@ class DedicatedWorkers(CommStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of copies and pickles, which consists of the arguments."""
-        return {"arguments": self.arguments}
+        made = {"_roles", "_rank", "_units", "_owners", "_served", "_links", "_part", "collectives"}
+        return {k: v for k, v in self.__dict__.items() if k not in made}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy, which is not connected to any rank yet."""
