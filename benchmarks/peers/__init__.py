@@ -6,6 +6,8 @@ without a package are imported from a checkout, see :mod:`benchmarks.peers.check
 
 from functools import partial
 
+import torch
+
 from benchmarks.peers import checkouts, deterministic, muon, orthogonal, recipes
 from benchmarks.peers import libraries as packaged
 from benchmarks.peers.checkouts import CHECKOUTS, PATHS, set_paths, version
@@ -45,9 +47,10 @@ _LIBRARIES = {
 
 
 def available() -> list[str]:
-    """Return the peers that can be built, because their package is installed or their checkout is known."""
+    """Return the peers that can be built, because torch has them, or their package or checkout is there."""
     lacking = {name for name, package in _LIBRARIES.items() if not has_library(package)}
     lacking |= {name for name in CHECKOUTS if name not in PATHS}
+    lacking |= set() if hasattr(torch.optim, "Muon") else {"muon", "muon_short"}
     return [name for name in PEERS if name not in lacking]
 
 

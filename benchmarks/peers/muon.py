@@ -2,13 +2,14 @@
 
 It follows Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024). The step is that of
 ``torch.optim.Muon``, whose Newton-Schulz iteration uses bfloat16. On processors without hardware support, this takes a
-hundred times as long as float32. There, :class:`Float32Muon` performs the same step in float32.
+hundred times as long as float32. There, :func:`orthogonalise` replaces the iteration.
 """
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -16,57 +17,17 @@ from torch.optim import Optimizer
 
 from benchmarks.machine import seconds
 from benchmarks.peers.layers import Matrix, adamw_for_others, hidden_matrices
+from benchmarks.peers.libraries import PeerMissingError
 from benchmarks.peers.peer import Peer, evaluated
 
 ADAMW_BETAS = (0.9, 0.95)
 _SIZE, _REPEATS = 128, 5  # of the timed product
 _SLOWER = 2.0
-_DEFAULTS: dict[str, Any] = {
-    "lr": 1e-3,
-    "weight_decay": 0.1,
-    "momentum": 0.95,
-    "nesterov": True,
-    "ns_coefficients": (3.4445, -4.7750, 2.0315),
-    "eps": 1e-7,
-    "ns_steps": 5,
-    "adjust_lr_fn": None,
-}
-"""Options of ``torch.optim.Muon``, with its defaults."""
-
-
-class Float32Muon(Optimizer):
-    """The step of ``torch.optim.Muon``, which requires torch 2.9, with the iteration in the dtype of the weights."""
-
-    def __init__(self, params: Iterable[nn.Parameter], **options: Any) -> None:
-        if unknown := options.keys() - _DEFAULTS:
-            raise TypeError(f"Muon has no option {', '.join(sorted(unknown))}, only {', '.join(_DEFAULTS)}")
-        if (rule := options.get("adjust_lr_fn")) not in {None, "original", "match_rms_adamw"}:
-            raise ValueError(f"adjust_lr_fn must be original or match_rms_adamw, got {rule!r}")
-        super().__init__(params, _DEFAULTS | options)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = evaluated(closure)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._move(parameter, group)
-        return loss
-
-    def _move(self, matrix: Tensor, group: dict[str, Any]) -> None:
-        grad, state = matrix.grad, self.state[matrix]
-        assert grad is not None
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(grad)
-        mean = state["momentum_buffer"].lerp_(grad, 1 - group["momentum"])
-        wanted = grad.lerp(mean, group["momentum"]) if group["nesterov"] else mean
-        update = orthogonalise(wanted, group["ns_coefficients"], group["ns_steps"], group["eps"])
-        matrix.mul_(1 - group["lr"] * group["weight_decay"])
-        matrix.add_(update, alpha=-group["lr"] * _growth(group["adjust_lr_fn"], *matrix.shape))
+_ITERATION = "torch.optim._muon._zeropower_via_newtonschulz"
 
 
 def orthogonalise(matrix: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
-    """Bring the singular values of a matrix close to 1 with Muon's quintic Newton-Schulz iteration."""
+    """Bring the singular values of a matrix close to 1 with Muon's quintic iteration, in the dtype of the matrix."""
     a, b, c = coefficients
     wide: Tensor = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
     x: Tensor = wide / wide.norm().clamp(min=eps)
@@ -76,20 +37,14 @@ def orthogonalise(matrix: Tensor, coefficients: Sequence[float], steps: int, eps
     return x if matrix.shape[0] <= matrix.shape[1] else x.mT
 
 
-def _growth(rule: str | None, d_out: int, d_in: int) -> float:
-    if rule == "match_rms_adamw":
-        return 0.2 * math.sqrt(max(d_out, d_in))
-    return math.sqrt(max(1.0, d_out / d_in))
-
-
 class MatrixMuon(Optimizer):
     """Muon for weights of any shape, each viewed as one or several matrices ``[d_out, rest]``."""
 
     def __init__(self, matrices: Sequence[Matrix], bfloat16: bool, **options: Any) -> None:
         self._matrices = list(matrices)
         self._views = [[nn.Parameter(view) for view in matrix.views(matrix.parameter.detach())] for matrix in matrices]
-        kind = torch.optim.Muon if bfloat16 else Float32Muon
-        self.muon: Optimizer = kind([view for views in self._views for view in views], **options)
+        self.muon = torch.optim.Muon([view for views in self._views for view in views], **options)
+        self._iteration = nullcontext() if bfloat16 else mock.patch(_ITERATION, orthogonalise)
         super().__init__([matrix.parameter for matrix in matrices], {"lr": self.muon.defaults["lr"]})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -97,7 +52,8 @@ class MatrixMuon(Optimizer):
         for matrix, views in zip(self._matrices, self._views, strict=True):
             self._show(matrix, views)
         self.muon.param_groups[0]["lr"] = self.param_groups[0]["lr"]
-        self.muon.step()
+        with self._iteration:
+            self.muon.step()
         for views in self._views:
             for view in views:
                 view.grad = None
@@ -132,6 +88,8 @@ def muon(
 ) -> Optimizer:
     if precision not in {"auto", "bfloat16", "float32"}:
         raise ValueError(f"precision must be auto, bfloat16 or float32, got {precision!r}")
+    if not hasattr(torch.optim, "Muon"):
+        raise PeerMissingError(f"torch {torch.__version__} has no Muon: it needs torch 2.9 or later")
     matrices = hidden_matrices(model)
     if not matrices:
         raise ValueError("the model has no hidden matrix for Muon")
@@ -149,8 +107,6 @@ def label() -> str:
 @cache
 def does_bfloat16(device_type: str) -> bool:
     """Return whether a device multiplies bfloat16 matrices about as fast as float32 matrices, by timing them."""
-    if not hasattr(torch.optim, "Muon"):
-        return False
     if device_type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     if device_type != "cpu":

@@ -12,9 +12,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from benchmarks.peers import PEERS, available, evaluating, libraries, versions
 from benchmarks.peers.checkouts import CHECKOUTS, PATHS, set_paths
-from benchmarks.peers.layers import heard_layers, hidden_matrices
+from benchmarks.peers.layers import Matrix, heard_layers, hidden_matrices
 from benchmarks.peers.libraries import PeerMissingError
-from benchmarks.peers.muon import Float32Muon, does_bfloat16, label, orthogonalise
+from benchmarks.peers.muon import MatrixMuon, does_bfloat16, label, orthogonalise
 from benchmarks.peers.peer import held_bytes
 from benchmarks.recipes.tuned import OURS
 from benchmarks.runner import Trainer, optimizer_bytes
@@ -176,31 +176,32 @@ def test_the_iteration_only_changes_singular_values():
         assert float(values.max()) < 1.3
 
 
-@pytest.mark.parametrize("rule", [None, "original", "match_rms_adamw"])
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_muon_in_float32_agrees_with_torch(rule, nesterov):
-    if not hasattr(torch.optim, "Muon"):
-        pytest.skip("torch before 2.9")
+def test_only_the_iteration_is_in_float32(nesterov):
     generator = torch.Generator().manual_seed(2)
     start, grads = torch.randn(16, 8, generator=generator), torch.randn(3, 16, 8, generator=generator)
     found = []
-    for kind in (torch.optim.Muon, Float32Muon):
+    for bfloat16 in (True, False):
         weight = nn.Parameter(start.clone())
-        optimizer = kind([weight], lr=0.1, adjust_lr_fn=rule, nesterov=nesterov)
+        optimizer = MatrixMuon([Matrix(weight)], bfloat16, lr=0.1, nesterov=nesterov)
         for grad in grads:
             weight.grad = grad.clone()
             optimizer.step()
         found.append(weight.detach())
         assert torch.equal(weight.grad, grads[-1])
-    assert Float32Muon([weight]).defaults == torch.optim.Muon([weight]).defaults
     torch.testing.assert_close(*found, rtol=0, atol=2e-2)
     assert not torch.equal(*found)
 
 
-def test_precision_selects_the_implementation_of_muon():
-    for precision in ("float32", "bfloat16") if hasattr(torch.optim, "Muon") else ("float32",):
-        optimizer = PEERS["muon"].build(_regression()[2], "digits", {"precision": precision})
-        assert isinstance(optimizer.parts[0].muon, Float32Muon) == (precision == "float32")
+def test_precision_selects_the_iteration_of_muon(monkeypatch):
+    used = []
+    monkeypatch.setattr("benchmarks.peers.muon.orthogonalise", lambda x, *_: used.append(x.dtype) or x)
+    for precision in ("bfloat16", "float32"):
+        x, y, model = _regression()
+        optimizer = PEERS["muon"].build(model, "digits", {"precision": precision})
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+        assert used == [torch.float32] * (precision == "float32")
     assert (label() == "Muon") == does_bfloat16("cpu")
 
 
