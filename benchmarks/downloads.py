@@ -140,10 +140,11 @@ DATA_SETS: dict[WorkloadName, tuple[DataSet, ...]] = {
     "glue": (GLUE,),
     "unet": (MEMBRANE,),
 }
-BY_HAND: dict[WorkloadName, str] = {
-    "resnet18": "ImageNet asks for an account: https://www.image-net.org/download.php",
-    "resnet50": "ImageNet asks for an account: https://www.image-net.org/download.php",
-}
+_IMAGENET = (
+    "ImageNet asks for an account: https://www.image-net.org/download.php (ILSVRC 2012, classification). The images of "
+    "val are in a single folder there: sort them by class"
+)
+BY_HAND: dict[WorkloadName, str] = {"resnet18": _IMAGENET, "resnet50": _IMAGENET}
 """Workloads whose data cannot be downloaded automatically, and why."""
 
 

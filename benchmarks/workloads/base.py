@@ -31,13 +31,12 @@ _NAMED = 8  # maximum number of missing files that an error lists
 
 
 class DataMissingError(FileNotFoundError):
-    """Raised if data files are missing in ``--data-dir``. The message lists them and says where to get them."""
+    """Raised if data files are missing. The message lists them, and has the command that downloads them."""
 
-    def __init__(self, folder: Path, missing: Sequence[str], origin: str, hint: str = "") -> None:
-        """Compose the message."""
+    def __init__(self, folder: Path, missing: Sequence[str], workload: str | None = None) -> None:
         more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
-        names = ", ".join(missing[:_NAMED]) + more
-        super().__init__(f"missing data: {folder} lacks {names}. Get it from {origin}. {hint}".strip())
+        how = f": python -m benchmarks fetch --workload {workload}" if workload else ""
+        super().__init__(f"missing data: {folder} lacks {', '.join(missing[:_NAMED])}{more}{how}")
 
 
 class Workload(ABC):
@@ -162,12 +161,12 @@ def cross_entropy(outputs: Tensor, targets: Tensor, smoothing: float = 0.0) -> T
     return F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORED, label_smoothing=smoothing)
 
 
-def find_folder(candidates: Iterable[Path], files: Sequence[str], origin: str, hint: str = "") -> Path:
-    """Return the first folder that contains all ``files``."""
+def find_folder(candidates: Iterable[Path], files: Sequence[str], workload: str) -> Path:
+    """Return the first folder that contains all ``files``, which are those of a workload."""
     lacking = {folder: [name for name in files if not (folder / name).is_file()] for folder in candidates}
     best = min(lacking, key=lambda folder: len(lacking[folder]))
     if lacking[best]:
-        raise DataMissingError(best, lacking[best], origin, hint)
+        raise DataMissingError(best, lacking[best], workload)
     return best
 
 

@@ -87,8 +87,6 @@ class GPT(nn.Module):
 
 
 FILE = "input.txt"
-ORIGIN = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
-HINT = f"Put the file into <data-dir>/shakespeare as {FILE}, or name any other with --workload-set text=PATH."
 TRAIN_SHARE = 0.9
 EVAL_WINDOWS = 64
 
@@ -172,11 +170,11 @@ class CharGPT(Classification):
     @cached_property
     def _text(self) -> str:
         if self.text is None:
-            folder = find_folder((self.data_dir / "shakespeare", self.data_dir), (FILE,), ORIGIN, HINT)
+            folder = find_folder((self.data_dir / "shakespeare", self.data_dir), (FILE,), self.name)
             return read_text(folder / FILE)
         path = Path(str(self.text))
         if not path.is_file():
-            raise DataMissingError(path.parent, [path.name], "wherever your text comes from")
+            raise DataMissingError(path.parent, [path.name])
         return read_text(path)
 
 

@@ -33,7 +33,6 @@ class CifarFiles:
     folder: str
     train: tuple[str, ...]
     test: tuple[str, ...]
-    archive: str
     classes: int
     mean: tuple[float, float, float]
     """Mean of the training pixels, per channel."""
@@ -45,7 +44,6 @@ CIFAR: dict[CifarName, CifarFiles] = {
         "cifar-10-batches-py",
         tuple(f"data_batch_{number}" for number in range(1, 6)),
         ("test_batch",),
-        "cifar-10-python.tar.gz",
         10,
         (0.4914, 0.4822, 0.4465),
         (0.2470, 0.2435, 0.2616),
@@ -54,13 +52,11 @@ CIFAR: dict[CifarName, CifarFiles] = {
         "cifar-100-python",
         ("train",),
         ("test",),
-        "cifar-100-python.tar.gz",
         100,
         (0.5071, 0.4865, 0.4409),
         (0.2673, 0.2564, 0.2762),
     ),
 }
-ORIGIN = "https://www.cs.toronto.edu/~kriz/cifar.html"
 EVAL_EXAMPLES = 2000
 PADDING = 4
 
@@ -133,9 +129,7 @@ def _find(data_dir: Path, dataset: CifarName) -> Path:
     files = CIFAR[dataset]
     parents = (data_dir / dataset, data_dir)
     folders = (*(parent / files.folder for parent in parents), *parents)
-    origin = f"{ORIGIN} (the Python version, {files.archive})"
-    hint = f"Put the folder {files.folder} into <data-dir>/{dataset}, or give that folder as --data-dir."
-    return find_folder(folders, (*files.train, *files.test), origin, hint)
+    return find_folder(folders, (*files.train, *files.test), "vgg16")  # fetches both
 
 
 PUBLISHED_STEPS = 64_000

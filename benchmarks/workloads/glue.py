@@ -20,8 +20,6 @@ from benchmarks.workloads.bert import POSITIONS, Encoding, rows_of
 from benchmarks.workloads.chargpt import read_text
 from secondorder import Likelihood
 
-ORIGIN = "https://gluebenchmark.com/tasks"
-
 
 class Sentences(NamedTuple):
     """The contents of one file."""
@@ -69,8 +67,7 @@ TASKS: dict[str, Task] = {
 
 def find_files(data_dir: Path, task: Task) -> tuple[Path, list[Path]]:
     names = ("train.tsv", *task.validation)
-    hint = f"Put {', '.join(names)} into <data-dir>/glue/{task.folder}."
-    folder = find_folder((data_dir / "glue" / task.folder, data_dir / task.folder), names, ORIGIN, hint)
+    folder = find_folder((data_dir / "glue" / task.folder, data_dir / task.folder), names, "glue")
     return folder / names[0], [folder / name for name in task.validation]
 
 

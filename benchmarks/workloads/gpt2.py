@@ -23,7 +23,6 @@ from benchmarks.workloads.base import DataMissingError, Size, optional_package, 
 from benchmarks.workloads.chargpt import GPT, CharGPT
 
 FILES = ("vocab.json", "merges.txt")
-ORIGIN = "https://huggingface.co/openai-community/gpt2 (vocab.json and merges.txt)"
 _STD, _POSITION_STD = 0.02, 0.01
 
 
@@ -67,7 +66,7 @@ class GPT2(CharGPT):
     def _byte_pairs(self) -> Any:
         folder = Path(str(self.pieces))
         if missing := [name for name in FILES if not (folder / name).is_file()]:
-            raise DataMissingError(folder, missing, ORIGIN)
+            raise DataMissingError(folder, missing, self.name)
         return optional_package("transformers", "text").GPT2Tokenizer.from_pretrained(folder)
 
     @cached_property

@@ -35,11 +35,6 @@ from benchmarks.workloads.resnets import BlockName, imagenet_resnet
 
 PARTS = ("train", "val")
 SUFFIXES = (".jpeg", ".jpg", ".png")
-ORIGIN = "https://www.image-net.org/download.php (ILSVRC 2012, classification)"
-HINT = (
-    "Put train/<class>/*.JPEG and val/<class>/*.JPEG into <data-dir>/imagenet, or pass that folder as --data-dir. The "
-    "downloaded images of val are in a single folder and have to be sorted by class."
-)
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of the training pixels, per channel
 EVAL_PICTURES, EVAL_BATCH = 1000, 100
 AREAS, RATIOS, ATTEMPTS = (0.08, 1.0), (3 / 4, 4 / 3), 10
@@ -117,7 +112,7 @@ class ImageNet(Classification):
         complete = [folder for folder in candidates if all((folder / part).is_dir() for part in PARTS)]
         if not complete:
             missing = [part for part in PARTS if not (candidates[0] / part).is_dir()]
-            raise DataMissingError(candidates[0], [f"{part}/<class>/*.JPEG" for part in missing], ORIGIN, HINT)
+            raise DataMissingError(candidates[0], [f"{part}/<class>/*.JPEG" for part in missing], self.name)
         return complete[0]
 
     @cached_property

@@ -36,12 +36,10 @@ SIDE, CLASSES = 28, 10
 PIXELS = SIDE**2
 TRAIN_IMAGES, TRAIN_LABELS = "train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"
 TEST_IMAGES, TEST_LABELS = "t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"
-ORIGIN = "https://ossci-datasets.s3.amazonaws.com/mnist/ (or any mirror of the MNIST IDX files)"
-HINT = "Put the files into <data-dir>/mnist."
 
 
 def find_mnist(data_dir: Path, files: tuple[str, ...]) -> Path:
-    return find_folder((data_dir / "mnist", data_dir), files, ORIGIN, HINT)
+    return find_folder((data_dir / "mnist", data_dir), files, "autoencoder")
 
 
 def read_images(path: Path) -> Tensor:

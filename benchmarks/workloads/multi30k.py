@@ -108,9 +108,6 @@ LANGUAGES = ("de", "en")  # source, target
 TRAIN_FILES = tuple(f"train.{language}.gz" for language in LANGUAGES)
 VALIDATION_FILES = tuple(f"val.{language}" for language in LANGUAGES)
 TEST_FILES = tuple(f"test_2016_flickr.{language}" for language in LANGUAGES)
-ORIGIN = "https://github.com/multi30k/dataset (task 1, tokenized, lower case)"
-HINT = f"Put {', '.join((*TRAIN_FILES, *VALIDATION_FILES))}, with one sentence per line, into <data-dir>/multi30k."
-"""The test set is not listed, because without it, BLEU is measured on the validation set."""
 EVAL_SENTENCES = 256
 POOL = 20
 """Number of batches that are drawn together and sorted by length, so that batches have little padding."""
@@ -253,7 +250,7 @@ class Multi30k(Classification):
     @cached_property
     def _folder(self) -> Path:
         candidates = (self.data_dir / "multi30k", self.data_dir)
-        return find_folder(candidates, (*TRAIN_FILES, *VALIDATION_FILES), ORIGIN, HINT)
+        return find_folder(candidates, (*TRAIN_FILES, *VALIDATION_FILES), self.name)
 
     def _read(self, names: Sequence[str]) -> list[Sentences]:
         sides = [read_sentences(self._folder / name) for name in names]

@@ -20,8 +20,6 @@ from benchmarks.workloads.bert import PART, POSITIONS, Encoding, rows_of
 
 LONGEST_ANSWER = 30
 """Maximum number of pieces in an answer of the model."""
-ORIGIN = "https://rajpurkar.github.io/SQuAD-explorer/"
-HINT = "Put them into <data-dir>/squad, or use those of the other version with --workload-set version=1.1."
 VERSIONS = (2.0, 1.1)
 EVAL_WINDOWS = 256
 """Number of held-out windows that :meth:`BertQA.evaluate` uses by default."""
@@ -184,7 +182,7 @@ class BertQA(Encoding, Classification):
     @cached_property
     def _questions(self) -> tuple[list[Question], list[Question]]:
         train, validation = f"train-v{self.version:.1f}.json", f"dev-v{self.version:.1f}.json"
-        folder = find_folder((self.data_dir / "squad", self.data_dir), (train, validation), ORIGIN, HINT)
+        folder = find_folder((self.data_dir / "squad", self.data_dir), (train, validation), self.name)
         return read_squad(folder / train), read_squad(folder / validation)
 
     @cached_property

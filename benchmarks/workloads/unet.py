@@ -23,8 +23,6 @@ from secondorder import Bernoulli, Likelihood
 FOLDERS = ("image", "label")
 IMAGES, HELD_OUT = 30, 6  # the last ones are held out
 FILES = tuple(f"{folder}/{number}.png" for folder in FOLDERS for number in range(IMAGES))
-ORIGIN = "https://github.com/zhixuhao/unet, folder data/membrane/train (ISBI 2012 EM segmentation challenge)"
-HINT = "Put its folders image and label into <data-dir>/membrane."
 EVAL_STRIDE = 5  # evaluate every fifth held-out tile; an image has 16 tiles
 EVAL_BATCH = 8
 MEAN, STD = 0.491, 0.171  # of the training pixels
@@ -134,7 +132,7 @@ class UNet(Workload):
     @cached_property
     def _pairs(self) -> Tensor:
         """Images and labels as unsigned bytes ``[2, count, height, width]``."""
-        folder = find_folder((self.data_dir / "membrane", self.data_dir), FILES, ORIGIN, HINT)
+        folder = find_folder((self.data_dir / "membrane", self.data_dir), FILES, self.name)
         pictures = [torch.from_numpy(read_gray_image(folder / name)) for name in FILES]
         shapes = sorted({tuple(picture.shape) for picture in pictures})
         if len(shapes) > 1 or min(shapes[0]) < self.crop:

@@ -64,7 +64,7 @@ def test_quotation_marks_and_gaps_of_published_files(tmp_path):
 
 
 def test_missing_files_are_named(tmp_path):
-    why = r"STS-B lacks train\.tsv, dev\.tsv\. Get it from https://glue.*<data-dir>"
+    why = r"STS-B lacks train\.tsv, dev\.tsv: python -m benchmarks fetch --workload glue"
     with pytest.raises(DataMissingError, match=why):
         find_files(tmp_path, TASKS["stsb"])
 

@@ -40,7 +40,7 @@ def test_invalid_and_missing_texts_are_named(tmp_path):
             path.write_bytes(content)
         with pytest.raises((DataMissingError, ValueError), match=why):
             next(CharGPT(tmp_path, text=str(path)).batches(0))
-    with pytest.raises(DataMissingError, match=r"lacks input\.txt.*text=PATH"):
+    with pytest.raises(DataMissingError, match=r"lacks input\.txt.*fetch --workload gpt2_small"):
         next(GPT2(tmp_path).batches(0))
 
 
