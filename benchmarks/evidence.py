@@ -22,7 +22,7 @@ from benchmarks.peers import PeerMissingError
 from benchmarks.peers.checkouts import set_paths
 from benchmarks.recipes.types import Settings
 from benchmarks.report import Table
-from benchmarks.runner import FAILURES, WINDOW, Trainer, memory_usage, optimizer_bytes
+from benchmarks.runner import WINDOW, Trainer, memory_usage, optimizer_bytes
 from benchmarks.store import Cells, Figures, Identity
 from benchmarks.workloads import DataMissingError, Size, Workload
 
@@ -196,7 +196,7 @@ def attempted(measure: Callable[[Pause], Figures]) -> Callable[[Pause], Figures]
             return {"failed": None, **measure(pause)}
         except (DataMissingError, PeerMissingError):
             raise
-        except FAILURES as err:
+        except Exception as err:
             return {"failed": f"{type(err).__name__}: {err}"}
 
     return attempt

@@ -3,7 +3,6 @@
 import gc
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -114,7 +113,8 @@ def peak_bytes(work: Callable[[], object], device: torch.device = CPU) -> int:
         before = torch.cuda.memory_allocated(device)
         work()
         return torch.cuda.max_memory_allocated(device) - before
-    with _silent_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # no messages about the start and the end
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         work()
     kineto = record.profiler
     assert kineto is not None
@@ -125,17 +125,3 @@ def peak_bytes(work: Callable[[], object], device: torch.device = CPU) -> int:
         level += event.nbytes()
         top = max(top, level)
     return top
-
-
-@contextmanager
-def _silent_stderr() -> Iterator[None]:
-    """Discard what native code writes to stderr, such as the profiler's messages about its start and end."""
-    sys.stderr.flush()
-    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(null)
