@@ -6,7 +6,7 @@ that the rest belongs to the optimizer. Nothing is timed.
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,14 @@ from benchmarks.commands.step_time import Intervals, StepClass
 from benchmarks.counting import Counts, count, graph_breaks
 from benchmarks.filling import fill_windows, windows_of
 from benchmarks.recipes.building import from_flat
-from benchmarks.report import Table
+from benchmarks.report import Table, value
 from secondorder.methods.names import METHODS, resolve
 
 BASELINE = Path(__file__).parent.parent / "baseline.json"
 """Stored counts of an earlier version of the code."""
 INTERVALS = Intervals(2, 4)
+_TOLERANCE = 0.005
+"""Share by which a count may grow. Counts below 1000 may not grow."""
 ROWS = 64
 """Rows of a window. With as many, small networks exceed the size up to which products are computed in float64."""
 
@@ -61,96 +63,57 @@ class _Tokens(nn.Module):
         return out
 
 
-def _network(name: str) -> tuple[nn.Module, Tensor, Tensor]:
-    torch.manual_seed(0)
-    if name == "perceptron":
-        model: nn.Module = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 32), nn.Tanh(), nn.Linear(32, 10))
-        return model, torch.randn(64, 64), torch.randint(10, (64,))
-    if name == "convolutions":
-        body = [nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1)]
-        tail = [nn.ReLU(), nn.Conv2d(16, 32, 3, 2, 1), nn.AvgPool2d(4), nn.Flatten(), nn.Linear(128, 10)]
-        model = nn.Sequential(*body, *tail)
-        return model, torch.randn(32, 3, 16, 16), torch.randint(10, (32,))
+def _perceptron() -> tuple[nn.Module, Tensor, Tensor]:
+    model = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 32), nn.Tanh(), nn.Linear(32, 10))
+    return model, torch.randn(64, 64), torch.randint(10, (64,))
+
+
+def _convolutions() -> tuple[nn.Module, Tensor, Tensor]:
+    body = [nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1)]
+    tail = [nn.ReLU(), nn.Conv2d(16, 32, 3, 2, 1), nn.AvgPool2d(4), nn.Flatten(), nn.Linear(128, 10)]
+    return nn.Sequential(*body, *tail), torch.randn(32, 3, 16, 16), torch.randint(10, (32,))
+
+
+def _transformer() -> tuple[nn.Module, Tensor, Tensor]:
     return _Tokens(), torch.randint(50, (8, 16)), torch.randint(50, (8, 16))
 
 
-NETWORKS = ("perceptron", "convolutions", "transformer")
+NETWORKS = {"perceptron": _perceptron, "convolutions": _convolutions, "transformer": _transformer}
 
 
 @dataclass
 class Regress(Output):
     """Count operators, FLOPs and bytes of the steps of every method, and compare them with stored counts."""
 
-    networks: tuple[str, ...] = NETWORKS
-    """Small networks to train: perceptron, convolutions, transformer."""
-    methods: tuple[str, ...] = tuple(_METHODS)
-    """Methods, by the names in the table."""
-    tolerance: float = 0.005
-    """Share by which a count may grow. Counts below 1000 may not grow."""
-    baseline: Path = BASELINE
-    """File of the stored counts."""
     update: bool = False
-    """Write the current counts to that file."""
+    """Store the current counts, instead of comparing them."""
 
     def run(self) -> int:
         """Run the command. Return 1 if a count has grown, and 0 otherwise."""
-        self._check()
         torch.set_num_threads(1)
-        known = {} if self.update else _read(self.baseline)
         found: dict[str, dict[str, int]] = {}
-        for network in self.networks:
+        for network in NETWORKS:
             plain = _plain_step(network)
-            for method in report.tracked(network, self.methods):
+            for method in report.tracked(network, tuple(_METHODS)):
                 for kind, counts in _steps(network, method, plain):
                     found[f"{network}, {method}, {kind}"] = counts
         if self.update:
-            self._write(found)
-        rows = list(_compared(found, known.get("counts", {}), self.tolerance))
-        same = self.update or known["torch"] == torch.__version__
-        lost = [] if self.update else self._unmatched(found, known["counts"])
+            lines = ",\n".join(f'  "{key}": {json.dumps(counts)}' for key, counts in found.items())
+            BASELINE.write_text(f'{{"torch": "{torch.__version__}", "counts": {{\n{lines}\n}}}}\n', encoding="utf-8")
+        known: dict[str, Any] = json.loads(BASELINE.read_text(encoding="utf-8"))
+        rows = list(_compared(found, known["counts"]))
+        same = known["torch"] == torch.__version__
         data = {"torch": torch.__version__, "counts": found, "rows": rows, "compared": same}
-        report.save(self.out_dir, "regress", [_table(found, rows)], data)
+        report.save(self.out_dir, "regress", [_table(found)], data)
         if not same:
-            reason = f"the baseline is of torch {known['torch']}, this is {torch.__version__}"
-            print(f"not judged: {reason}", file=sys.stderr)
+            print(f"not judged: the baseline is of torch {known['torch']}", file=sys.stderr)
             return 0
-        worse = [row for row in rows if row["worse"]]
-        for row in worse:
-            print("grew: {step}: {quantity} from {before:,} to {now:,}".format(**row), file=sys.stderr)
-        for step in lost:
-            print(f"not on both sides, write the baseline anew: {step}", file=sys.stderr)
-        return int(bool(worse or lost))
-
-    def _unmatched(self, found: Mapping[str, Mapping[str, int]], known: Mapping[str, Mapping[str, int]]) -> list[str]:
-        """Return the chosen steps whose counts, or some of them, exist only now or only in the baseline."""
-        chosen = {(network, method) for network in self.networks for method in self.methods}
-        ours = {step: set(counts) for step, counts in found.items()}
-        theirs = {step: set(counts) for step, counts in known.items() if tuple(step.split(", ")[:2]) in chosen}
-        return sorted(step for step in ours.keys() | theirs.keys() if ours.get(step) != theirs.get(step))
-
-    def _check(self) -> None:
-        for what, names, known in (("networks", self.networks, NETWORKS), ("methods", self.methods, _METHODS)):
-            if unknown := [name for name in names if name not in known]:
-                raise ValueError(f"{what} must be of {', '.join(known)}, got {unknown[0]!r}")
-        if self.tolerance < 0:
-            raise ValueError(f"tolerance must not be negative, got {self.tolerance}")
-        if not self.update and not self.baseline.is_file():
-            raise ValueError(f"no baseline at {self.baseline}: write one with --update")
-
-    def _write(self, found: Mapping[str, Mapping[str, int]]) -> None:
-        before = _read(self.baseline) if self.baseline.is_file() else {}
-        known = before["counts"] if before.get("torch") == torch.__version__ else {}  # never mix two versions of torch
-        lines = ",\n".join(f'  "{key}": {json.dumps(value)}' for key, value in {**known, **found}.items())
-        self.baseline.write_text(f'{{"torch": "{torch.__version__}", "counts": {{\n{lines}\n}}}}\n', encoding="utf-8")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+        return _judged(rows, found, known["counts"])
 
 
 def _stepper(network: str, method: str | None) -> tuple[Any, Optimizer, nn.Module, Tensor]:
-    model, x, y = _network(network)
+    torch.manual_seed(0)
+    model, x, y = NETWORKS[network]()
     optimizer: Optimizer
     if method is None:
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
@@ -202,31 +165,36 @@ def _steps(network: str, method: str, plain: Counts) -> Iterator[tuple[StepClass
 
 
 def _compared(
-    found: Mapping[str, Mapping[str, int]], known: Mapping[str, Mapping[str, int]], tolerance: float
+    found: Mapping[str, Mapping[str, int]], known: Mapping[str, Mapping[str, int]]
 ) -> Iterator[dict[str, Any]]:
     """Yield every count that has changed."""
     for step, counts in found.items():
-        for quantity, value in counts.items():
+        for quantity, now in counts.items():
             old = known.get(step, {}).get(quantity)
-            if old is not None and old != value:
-                allowed = old + (abs(old) * tolerance if abs(old) >= 1000 else 0)
-                yield {"step": step, "quantity": quantity, "before": old, "now": value, "worse": value > allowed}
+            if old is not None and old != now:
+                allowed = old + (abs(old) * _TOLERANCE if abs(old) >= 1000 else 0)
+                yield {"step": step, "quantity": quantity, "before": old, "now": now, "worse": now > allowed}
 
 
-def _table(found: Mapping[str, Mapping[str, int]], rows: list[dict[str, Any]]) -> Table:
-    changed = {(row["step"], row["quantity"]): row for row in rows}
-    names = [field.name for field in fields(Counts)] + ["graph_breaks"]
-    cells = []
-    for step, counts in found.items():
-        line = [step]
-        for name in names:
-            row = changed.get((step, name))
-            text = f"{counts[name]:,}" if name in counts else "-"
-            line.append(text if row is None else f"{text} ({'!' if row['worse'] else ''}{row['before']:,})")
-        cells.append(line)
-    head = ("step", *(name.replace("_", " ") for name in names))
+def _judged(
+    rows: Sequence[Mapping[str, Any]], found: Mapping[str, Mapping[str, int]], known: Mapping[str, Mapping[str, int]]
+) -> int:
+    """Print the counts that grew and the steps that exist only now or only in the baseline; return 1 if any do."""
+    worse = [row for row in rows if row["worse"]]
+    steps = sorted(found.keys() | known.keys())
+    lost = [step for step in steps if found.get(step, {}).keys() != known.get(step, {}).keys()]
+    for row in worse:
+        print("grew: {step}: {quantity} from {before:,} to {now:,}".format(**row), file=sys.stderr)
+    for step in lost:
+        print(f"not on both sides, write the baseline anew: {step}", file=sys.stderr)
+    return int(bool(worse or lost))
+
+
+def _table(found: Mapping[str, Mapping[str, int]]) -> Table:
+    names = [*(field.name for field in fields(Counts)), "graph_breaks"]
+    columns = {"step": value("step"), **{name.replace("_", " "): value(name, ",") for name in names}}
     caption = (
         "Numbers beyond those of a step of SGD with momentum; memory in bytes. moved: arguments and results of all "
-        "operators. Earlier values are in parentheses; ! marks an increase that is not allowed."
+        "operators."
     )
-    return Table("What steps do", head, cells, caption)
+    return report.table_of("What steps do", [{"step": step, **own} for step, own in found.items()], columns, caption)
