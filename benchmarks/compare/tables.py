@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.markdown import Markdown
@@ -173,8 +173,6 @@ def failure_rows(results: Results) -> Table:
 
 NAME = "report.md"
 _FIGURE = "report-losses.svg"
-_ELSEWHERE = ("version", "command", "machines", "runs")
-"""Entries of results that are not among the facts."""
 _MADE_UP = "The data was generated at random in the real format: the code ran, but the numbers below mean nothing."
 
 
@@ -191,25 +189,15 @@ def write_report(results: Results, folder: Path) -> Path:
 
 def page(results: Results) -> str:
     settings = {run["label"]: json.dumps(run["settings"], ensure_ascii=False) for run in results["runs"]}
+    sources = wording.sources(results)
+    rows = [(label, sources.get(label, NOTHING), text) for label, text in settings.items()]
     parts = [
         f"# {escape_markdown(results['workload'])} ({results['size']}): optimizers compared",
         f"**{_MADE_UP}**" if results.get("made_up_data") else "",
         "\n".join(f"* {escape_markdown(sentence)}" for sentence in wording.summary(results)),
-        *map(escape_markdown, wording.fairness(results)),
-        markdown_table(Table("", ("", "this comparison"), tuple(_facts(results)))),
+        *map(escape_markdown, wording.budget(results)),
         f"```console\n$ {results['command']}\n```",
         *map(markdown_table, all_rows(results)),
-        markdown_table(Table("Settings", ("optimizer", "settings"), tuple(settings.items()))),
+        markdown_table(Table("Settings", ("optimizer", "source", "settings"), rows)),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _facts(results: Results) -> Iterator[tuple[str, str]]:
-    """Yield what all runs have in common, the machines, and the versions of other packages."""
-    for name, found in results.items():
-        if name not in _ELSEWHERE and found not in (None, {}, ""):
-            yield name.replace("_", " "), str(found)
-    for index in sorted({run["machine"] for run in results["runs"]}):
-        yield f"machine {index + 1}", str(results["machines"][index])
-    versions = {f"{name} {v}" for run in results["runs"] for name, v in (run.get("versions") or {}).items()}
-    yield "versions", ", ".join(sorted(versions)) or "no other packages"

@@ -96,17 +96,10 @@ def _broken(results: Results) -> str:
     return f"{len(broken)} of {len(results['runs'])} runs did not finish: {', '.join(counts)}."
 
 
-def fairness(results: Results) -> list[str]:
-    return [*_limits(results), *_keywords(results), *notes(results["runs"])]
-
-
 def budget(results: Results) -> list[str]:
-    """Return sentences about budgets and limitations, without the sources of the settings."""
-    return [*_limits(results), *notes(results["runs"])]
-
-
-def _limits(results: Results) -> list[str]:
-    return [*_trials(results), *_shorter(results), *_edges(results), *_machines(results)]
+    """Return sentences about budgets and limitations."""
+    limits = [*_trials(results), *_shorter(results), *_edges(results), *_machines(results)]
+    return [*limits, *notes(results["runs"])]
 
 
 def _trials(results: Results) -> list[str]:
@@ -180,17 +173,6 @@ def sources(results: Results) -> dict[str, str]:
     found = {run["label"]: _source(results, run) for run in results["runs"]}  # uses the last run of each
     tuned = "tuned here, for each workload"
     return {label: tuned if source.startswith(TUNED) else source for label, source in found.items() if source}
-
-
-def _keywords(results: Results) -> list[str]:
-    """Return sentences with the optimizers that were tuned here, and with those that use their authors' settings."""
-    found = {run["label"]: _source(results, run) for run in results["runs"]}
-    tuned = [label for label, source in found.items() if source.startswith(TUNED)]
-    others = [f"{label} ({source})" if source else label for label, source in found.items() if label not in tuned]
-    sentences = (
-        [f"Other settings than the rate were tuned here, for each workload, for {'; '.join(tuned)}."] if tuned else []
-    )
-    return sentences + ([f"The others use the settings of their authors: {'; '.join(others)}."] if others else [])
 
 
 def _source(results: Results, run: Run) -> str:

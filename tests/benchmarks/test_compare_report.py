@@ -226,7 +226,7 @@ def test_the_verdict():
 
 
 def test_budgets_are_stated(field):
-    sentences = wording.fairness(field)
+    sentences = wording.budget(field)
     assert sentences[0].startswith("Every optimizer tried 3 learning rates, each for 20 steps. The best rate")
     assert "No first-order optimizer had such runs." in sentences[1]
 
@@ -236,7 +236,7 @@ def test_second_rates_and_changes_of_speed_are_reported():
     other = make_run("kfac", "long", factor=3.0, losses=(1.0, 0.7))
     slow = {**HEAD["machines"][0], "gemm_gflops": {"median": 30.0, "best": 31.0}}
     runs = [*trials, make_run("kfac"), make_run("kfac", seed=1, machine=1), other, make_run()]
-    text = " ".join(wording.fairness(make_results(*runs, machines=[HEAD["machines"][0], slow])))
+    text = " ".join(wording.budget(make_results(*runs, machines=[HEAD["machines"][0], slow])))
     assert "The best rate then ran for all 600 steps with 1 seed. The leaders also completed a run" in text
     assert (
         "with 2 seeds. Losses of the first seed, by multiple of the recipe's rate: KFAC 0.5000 at × 1 and 0.7" in text
@@ -244,39 +244,31 @@ def test_second_rates_and_changes_of_speed_are_reported():
     assert "30 to 60 GFLOP/s" in text
     slow["processor"] = "another one"
     assert any(
-        "different processors" in s for s in wording.fairness(make_results(*runs, machines=[HEAD["machines"][0], slow]))
+        "different processors" in s for s in wording.budget(make_results(*runs, machines=[HEAD["machines"][0], slow]))
     )
 
 
 def test_the_sources_show_which_optimizers_were_tuned():
-    runs = [make_run("kfac", source="tuned here"), make_run("adamw", source="tuned here")]
-    assert wording.fairness(make_results(*runs, make_run("muon", source="its README")))[-2:] == [
-        "Other settings than the rate were tuned here, for each workload, for KFAC; ADAMW.",
-        "The others use the settings of their authors: MUON (its README).",
-    ]
-    older = make_results(make_run("kfac"), make_run("muon"), make_run("gone", label="GONE"))
-    tuned, others = wording.fairness(older)[-2:]  # runs without a source have that of their recipes
-    assert tuned.endswith("for KFAC; GONE.")
-    assert re.match(r"The others use the settings of their authors: MUON \(.+\)\.$", others)
+    runs = [make_run("kfac", source="tuned here"), make_run("muon", source="its README")]
+    assert wording.sources(make_results(*runs)) == {"KFAC": "tuned here, for each workload", "MUON": "its README"}
+    older = wording.sources(make_results(make_run("kfac"), make_run("muon"), make_run("gone", label="GONE")))
+    assert older["KFAC"] == older["GONE"] == "tuned here, for each workload"  # runs without a source: of their recipes
+    assert older["MUON"].startswith("learning rates tuned here on digits")
     noted = [make_run(name, seed=seed, note="as it is") for name in ("muon", "adamw") for seed in range(2)]
-    sentences = wording.fairness(make_results(*noted, make_run("sgd", note="other")))
+    sentences = wording.budget(make_results(*noted, make_run("sgd", note="other")))
     assert sentences[-2:] == ["MUON and ADAMW: as it is.", "SGD: other."]
 
 
 # ---------------------------------------------------------------------- the page
-def test_the_page_states_the_runs_and_the_machine(field, tmp_path):
+def test_the_page_states_the_runs_and_their_settings(field, tmp_path):
     for run in field["runs"]:
         run["label"] = run["label"].replace("K-FAC", "K-FAC <b> & $x$ | [red]_*")
     page = write_report(field, tmp_path / "new").read_text(encoding="utf-8")
     for text in (
-        "| examples | 60000 |",
-        "| steps | 600 |",
-        "warm-up over 5 % of the steps",
-        "'gemm\\_gflops': {'median': 60.0, 'best': 66.0}",
         "python -m benchmarks compare --workload autoencoder --size cpu --steps 600",
         "float32 iteration",
         r"\<shape> & size",
-        r'| K-FAC \<b> & $x$ \| \[red]\_\* | {"lr": 0.1} |',
+        r'| K-FAC \<b> & $x$ \| \[red]\_\* | tuned here, for each workload | {"lr": 0.1} |',
         "**Reaching the final loss of Muon: ",
     ):
         assert text in page
