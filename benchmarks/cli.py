@@ -27,7 +27,6 @@ from benchmarks.commands.swap import Scripts, Swap
 from benchmarks.commands.train import Train
 from benchmarks.commands.untuned import Presets, Robustness
 from benchmarks.commands.window import Window
-from benchmarks.peers import PeerMissingError
 from benchmarks.workloads import DataMissingError
 
 
@@ -86,6 +85,6 @@ def main(args: list[str] | None = None) -> int:
     command = tyro.cli(Command, prog="python -m benchmarks", description=__doc__, args=args)
     try:
         return command.run()
-    except (DataMissingError, PeerMissingError, ValueError) as err:
+    except (DataMissingError, ValueError) as err:
         print(f"error: {err}", file=sys.stderr)
         return 2

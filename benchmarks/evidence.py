@@ -18,13 +18,12 @@ from benchmarks.checkpoints import Pause
 from benchmarks.commands.options import Common, check_ranges
 from benchmarks.compare.runs import curve
 from benchmarks.compare.wording import notes
-from benchmarks.peers import PeerMissingError
 from benchmarks.peers.checkouts import set_paths
 from benchmarks.recipes.types import Settings
 from benchmarks.report import Table
 from benchmarks.runner import WINDOW, Trainer, memory_usage, optimizer_bytes
 from benchmarks.store import Cells, Figures, Identity
-from benchmarks.workloads import DataMissingError, Size, Workload
+from benchmarks.workloads import DataMissingError, PackageMissingError, Size, Workload
 
 __all__ = ["Cells", "Evidence", "Figures", "Identity", "Repeated", "Shown"]
 
@@ -194,7 +193,7 @@ def attempted(measure: Callable[[Pause], Figures]) -> Callable[[Pause], Figures]
     def attempt(pause: Pause) -> Figures:
         try:
             return {"failed": None, **measure(pause)}
-        except (DataMissingError, PeerMissingError):
+        except (DataMissingError, PackageMissingError):
             raise
         except Exception as err:
             return {"failed": f"{type(err).__name__}: {err}"}

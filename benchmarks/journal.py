@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.runner import Trainer
+from secondorder.diagnostics import read_events
 
 COLUMNS = ("step", "loss", "lr", "seconds", "processor_seconds")
 """Columns of every line."""
@@ -21,14 +22,15 @@ class Journal:
     def __init__(self, path: Path, trainer: Trainer) -> None:
         self._trainer, self._written = trainer, len(trainer.history.losses)
         self._rate = self._next_rate()
-        kept = _lines_until(path, self._written)
-        self.measured = [_measured(json.loads(line)) for line in kept if set(json.loads(line)) > set(COLUMNS)]
+        known = read_events(path) if self._written and path.is_file() else []
+        kept = [row for row in known if row["step"] <= self._written]
+        self.measured = [_measured(row) for row in kept if set(row) > set(COLUMNS)]
         """Metrics on held-out data, with their steps."""
         self._seconds = sum(trainer.history.step_seconds)
         self._worked = sum(trainer.history.processor_seconds)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("w", encoding="utf-8")
-        self._file.writelines(kept)
+        self._file.writelines(json.dumps(row) + "\n" for row in kept)
 
     def close(self) -> None:
         self._file.close()
@@ -61,10 +63,3 @@ class Journal:
 
 def _measured(row: Mapping[str, float]) -> dict[str, float]:
     return {key: value for key, value in row.items() if key not in COLUMNS[1:]}
-
-
-def _lines_until(path: Path, step: int) -> list[str]:
-    if not step or not path.is_file():
-        return []
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
-    return [line for line in lines if json.loads(line)["step"] <= step]

@@ -100,7 +100,7 @@ class Train(Planned):
         shares = [rank.losses for rank in figures if rank.role == "gradient"]
         trainer.history.losses = [fmean(losses) for losses in zip(*shares, strict=True)]
         if ranks.first:
-            self._report(trainer, plan.recipe, figures, measured, made_up)
+            self._report(trainer, plan.recipe, figures, {**identity, "made_up_data": made_up, "evaluations": measured})
         return int(trainer.history.diverged)
 
     @property
@@ -166,35 +166,19 @@ class Train(Planned):
             race([trainer], steps - len(trainer.history.losses), after_step)
             return [] if journal is None else journal.measured
 
-    def _report(
-        self,
-        trainer: Trainer,
-        recipe: Recipe,
-        ranks: Sequence[RankFigures],
-        measured: list[dict[str, float]],
-        made_up: bool,
-    ) -> None:
+    def _report(self, trainer: Trainer, recipe: Recipe, ranks: Sequence[RankFigures], about: dict[str, Any]) -> None:
         history, memory = trainer.history, ranks[0].memory
         found = trainer.evaluate(self.evaluate, quality=self.evaluate)
         data = {
-            "workload": self.workload,
-            "optimizer": self.optimizer,
-            "settings": dict(recipe.settings),
-            "seed": self.seed,
-            "workload_settings": {**recipe.workload, **parse_settings(self.workload_set)},
+            **about,
             "source": recipe.source,
-            "schedule": asdict(recipe.schedule),
-            "batch_size": trainer.workload.batch_size,
-            "made_up_data": made_up,
             "device": self.device,
-            "amp": self.amp,
             "losses": history.losses,
             "step_seconds": history.step_seconds,
             "optimizer_bytes": memory["total"],
             "memory": memory,
             "ranks": [{key: value for key, value in asdict(rank).items() if key != "losses"} for rank in ranks],
             "evaluated_on": "all held-out data" if self.evaluate else "the workload's own choice of held-out data",
-            "evaluations": measured,
             **found,
         }
         last = len(history.losses)
@@ -203,7 +187,7 @@ class Train(Planned):
         cells |= {name: f"{value:.4g}" for name, value in found.items()}
         cells |= {"seconds": f"{sum(history.step_seconds):.1f}", "optimizer bytes": f"{memory['total']:,}"}
         keywords = " ".join(f"{key}={value}" for key, value in recipe.settings.items())
-        title = f"{self.workload}{' (made-up data)' * made_up}: {history.label} {keywords}"
+        title = f"{self.workload}{' (made-up data)' * about['made_up_data']}: {history.label} {keywords}"
         table = Table(title, list(cells), [list(cells.values())])
         tables = [table, *([rank_table(ranks, len(history.losses))] if len(ranks) > 1 else [])]
         report.save(self.out_dir, self._stem, tables, data)

@@ -14,13 +14,13 @@ import torch
 
 from benchmarks.checkpoints import Pause
 from benchmarks.compare.plan import Job
-from benchmarks.peers import PEERS, PeerMissingError, set_paths, versions
+from benchmarks.peers import PEERS, set_paths, versions
 from benchmarks.peers.checkouts import CHECKOUTS
 from benchmarks.precision import Amp, DeviceName
 from benchmarks.recipes import METHODS
 from benchmarks.recipes.types import COSINE, Method, Recipe, Schedule, make_schedule
 from benchmarks.runner import WINDOW, History, Trainer, optimizer_bytes, trainer_of
-from benchmarks.workloads import DataMissingError, Size, Workload, WorkloadName, make_workload
+from benchmarks.workloads import DataMissingError, PackageMissingError, Size, Workload, WorkloadName, make_workload
 
 
 def find(name: str) -> Method:
@@ -126,7 +126,7 @@ def execute(job: Job, setting: Setting) -> dict[str, Any]:
     }
     try:
         return entry | train(job, setting, method, recipe, pause_of(job, setting, key_of(job, recipe)))
-    except (TimeoutError, DataMissingError, PeerMissingError):
+    except (TimeoutError, DataMissingError, PackageMissingError):
         raise
     except Exception as err:  # the report shows the error, and other runs continue
         empty = {"taken": 0, "diverged": False, "curve": [], "metric": None, "quality": {}, "optimizer_bytes": 0}

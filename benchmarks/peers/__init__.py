@@ -11,11 +11,11 @@ import torch
 from benchmarks.peers import checkouts, deterministic, muon, orthogonal, recipes
 from benchmarks.peers import libraries as packaged
 from benchmarks.peers.checkouts import CHECKOUTS, PATHS, set_paths, version
-from benchmarks.peers.libraries import PACKAGES, PeerMissingError, evaluating, has_library, installed
+from benchmarks.peers.libraries import PACKAGES, evaluating, has_library, installed
 from benchmarks.peers.peer import Peer
 from benchmarks.recipes.types import Method
 
-__all__ = ["PEERS", "Peer", "PeerMissingError", "available", "evaluating", "set_paths", "versions"]
+__all__ = ["PEERS", "Peer", "available", "evaluating", "set_paths", "versions"]
 
 _first = partial(Method, order="first", ours=False)
 _second = partial(Method, order="second", ours=False)

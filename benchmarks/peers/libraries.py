@@ -6,13 +6,13 @@ weights instead of decreasing the rate (Defazio et al., "The road less scheduled
 computes gradients and evaluates the model at different points, between which :func:`evaluating` switches.
 """
 
-import importlib
 import importlib.metadata
 import importlib.util
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -25,26 +25,13 @@ from torch.optim import Optimizer
 from benchmarks.peers.layers import adamw_for_others, heard_layers, trained
 from benchmarks.peers.peer import Peer, evaluated
 from benchmarks.workloads import Workload
+from benchmarks.workloads.base import optional_package
 
 PACKAGES = {"pytorch_optimizer": "pytorch-optimizer", "schedulefree": "schedulefree", "singd": "singd"}
 """Names of packages on PyPI by the name of their module."""
 
 
-class PeerMissingError(ImportError):
-    """Raised if a third-party package is not installed."""
-
-
-def library(name: str) -> Any:
-    package = name.split(".")[0]
-    try:
-        importlib.import_module(package)
-    except ModuleNotFoundError as error:
-        if error.name != package:  # one of its own dependencies is missing
-            raise
-        raise PeerMissingError(
-            f"{PACKAGES[package]} is not installed: pip install secondorder[peers], or pip install {PACKAGES[package]}"
-        ) from error
-    return importlib.import_module(name)
+library = partial(optional_package, extra="peers")
 
 
 def has_library(name: str) -> bool:

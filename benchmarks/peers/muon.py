@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from benchmarks.machine import seconds
 from benchmarks.peers.layers import Matrix, adamw_for_others, hidden_matrices
-from benchmarks.peers.libraries import PeerMissingError
 from benchmarks.peers.peer import Peer, evaluated
+from benchmarks.workloads.base import PackageMissingError
 
 ADAMW_BETAS = (0.9, 0.95)
 _SIZE, _REPEATS = 128, 5  # of the timed product
@@ -89,7 +89,7 @@ def muon(
     if precision not in {"auto", "bfloat16", "float32"}:
         raise ValueError(f"precision must be auto, bfloat16 or float32, got {precision!r}")
     if not hasattr(torch.optim, "Muon"):
-        raise PeerMissingError(f"torch {torch.__version__} has no Muon: it needs torch 2.9 or later")
+        raise PackageMissingError(f"torch {torch.__version__} has no Muon: it needs torch 2.9 or later")
     matrices = hidden_matrices(model)
     if not matrices:
         raise ValueError("the model has no hidden matrix for Muon")

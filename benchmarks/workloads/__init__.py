@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.workloads.base import Batch, DataMissingError, Size, Workload
+from benchmarks.workloads.base import Batch, DataMissingError, PackageMissingError, Size, Workload
 from benchmarks.workloads.chargpt import CharGPT
 from benchmarks.workloads.cifar import VGG16, ResNet20, ResNet32, ResNet110
 from benchmarks.workloads.digits import Digits
@@ -18,7 +18,10 @@ from benchmarks.workloads.poisson import Poisson
 from benchmarks.workloads.squad import BertQA
 from benchmarks.workloads.unet import UNet
 
-__all__ = ["WORKLOADS", "Batch", "DataMissingError", "Size", "Workload", "WorkloadName", "make_workload"]
+__all__ = [
+    "WORKLOADS", "Batch", "DataMissingError", "PackageMissingError", "Size", "Workload", "WorkloadName",
+    "make_workload",
+]  # fmt: skip
 
 WorkloadName = Literal[
     "digits", "autoencoder", "resnet20", "chargpt", "logistic", "multi30k", "unet",

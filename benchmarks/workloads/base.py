@@ -39,6 +39,10 @@ class DataMissingError(FileNotFoundError):
         super().__init__(f"missing data: {folder} lacks {', '.join(missing[:_NAMED])}{more}{how}")
 
 
+class PackageMissingError(ValueError):
+    """Raised if an optional package is not installed."""
+
+
 class Workload(ABC):
     """A model, a loss and a seeded stream of batches. The data is read when the first batch is drawn.
 
@@ -172,10 +176,14 @@ def find_folder(candidates: Iterable[Path], files: Sequence[str], workload: str)
 
 def optional_package(module: str, extra: str) -> Any:
     """Import a module that only an extra of this package installs."""
+    package = module.partition(".")[0]
     try:
-        return import_module(module)
+        import_module(package)
     except ModuleNotFoundError as err:
-        raise ValueError(f'{module.partition(".")[0]} is not installed: pip install "secondorder[{extra}]"') from err
+        if err.name != package:  # one of its own dependencies is missing
+            raise
+        raise PackageMissingError(f'{package} is not installed: pip install "secondorder[{extra}]"') from err
+    return import_module(module)
 
 
 @contextmanager

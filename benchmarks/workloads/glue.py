@@ -5,6 +5,7 @@ The files are those of gluebenchmark.com: tab-separated, without quoting, in one
 ``dev``. The loss is the cross-entropy of the class or, for STS-B, the squared error of the score.
 """
 
+import csv
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -72,19 +73,18 @@ def find_files(data_dir: Path, task: Task) -> tuple[Path, list[Path]]:
 
 
 def read_glue(path: Path, task: Task) -> Sentences:
-    rows = [line.rstrip("\r").split("\t") for line in read_text(path, "utf-8-sig").removesuffix("\n").split("\n")]
-    heads = list(task.heads) or rows[0]
+    lines = read_text(path, "utf-8-sig").removesuffix("\n").split("\n")
+    rows = csv.DictReader(lines, task.heads or None, delimiter="\t", quoting=csv.QUOTE_NONE)
+    heads = rows.fieldnames or ()
     if missing := [name for name in (*task.texts, task.label) if name not in heads]:
         raise ValueError(f"{path} must have the columns {', '.join((*task.texts, task.label))}, it lacks {missing[0]}")
-    columns = [heads.index(name) for name in task.texts]
     found = Sentences([], [])
-    for number, row in enumerate(rows if task.heads else rows[1:], 1 if task.heads else 2):
-        if len(row) < len(heads):
-            if task.gaps:
-                continue
-            raise ValueError(f"{path}, line {number}: must have {len(heads)} columns, got {len(row)}")
-        found.texts.append(tuple(row[column] for column in columns))
-        found.labels.append(_label(row[heads.index(task.label)], task, f"{path}, line {number}"))
+    for row in rows:
+        if None not in row.values():
+            found.texts.append(tuple(row[name] for name in task.texts))
+            found.labels.append(_label(row[task.label], task, f"{path}, line {rows.line_num}"))
+        elif not task.gaps:
+            raise ValueError(f"{path}, line {rows.line_num}: must have {len(heads)} columns")
     if not found.texts:
         raise ValueError(f"{path} must hold examples, it has none")
     return found

@@ -43,7 +43,7 @@ def test_columns_of_glue_are_found_by_their_names(tmp_path):
 def test_damaged_files_of_glue_are_refused(tmp_path):
     for task, content, why in [
         ("rte", "index\tsentence1\tlabel\n", "must have the columns sentence1, sentence2, label, it lacks sentence2"),
-        ("rte", "index\tsentence1\tsentence2\tlabel\n0\ta\tb\n", "line 2: must have 4 columns, got 3"),
+        ("rte", "index\tsentence1\tsentence2\tlabel\n0\ta\tb\n", "line 2: must have 4 columns"),
         ("rte", "index\tsentence1\tsentence2\tlabel\n0\ta\tb\tno\n", "line 2: label must be one of.*got 'no'"),
         ("stsb", "sentence1\tsentence2\tscore\na\tb\t1\na\tb\tx\n", "line 3: score must be a number, got 'x'"),
         ("cola", "gj04\t1\t\tA\ngj04\t2\t\tB\n", "line 2: label must be one of 0, 1, got '2'"),

@@ -13,12 +13,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from benchmarks.peers import PEERS, available, evaluating, libraries, versions
 from benchmarks.peers.checkouts import CHECKOUTS, PATHS, set_paths
 from benchmarks.peers.layers import Matrix, heard_layers, hidden_matrices
-from benchmarks.peers.libraries import PeerMissingError
 from benchmarks.peers.muon import MatrixMuon, does_bfloat16, label, orthogonalise
 from benchmarks.peers.peer import held_bytes
 from benchmarks.recipes.tuned import OURS
 from benchmarks.runner import Trainer, optimizer_bytes
-from benchmarks.workloads import make_workload
+from benchmarks.workloads import PackageMissingError, make_workload
 
 PACKAGED = [name for name in PEERS if name not in CHECKOUTS and "autoencoder" in PEERS[name].recipes]
 CASES = [(name, "chargpt") for name in PACKAGED] + [("singd", "resnet20"), ("muon", "multi30k"), ("muon", "unet")]
@@ -254,7 +253,7 @@ def test_a_missing_package_is_named(monkeypatch):
         for module in [key for key in sys.modules if key.split(".")[0] == BLOCKED[name]]:
             monkeypatch.delitem(sys.modules, module)
         monkeypatch.setitem(sys.modules, BLOCKED[name], None)
-        with pytest.raises(PeerMissingError, match=r"is not installed: pip install secondorder\[peers\]"):
+        with pytest.raises(PackageMissingError, match=r'is not installed: pip install "secondorder\[peers\]"'):
             PEERS[name].build(nn.Linear(2, 2), "digits")
         assert name not in available()
 
