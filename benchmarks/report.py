@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import rich.table
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, track
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.status import Status
 
 _WIDTH = 120  # of saved tables, and of printed ones if the output is not a terminal
@@ -40,8 +40,8 @@ T = TypeVar("T")
 
 def tracked(title: str, items: Sequence[T]) -> Iterable[T]:
     """Yield items, with a progress bar."""
-    terminal = Console(stderr=True)
-    return track(items, title, console=terminal, transient=True, disable=not terminal.is_terminal)
+    with progress_bar() as progress:
+        yield from progress.track(items, description=title)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from benchmarks.compare import statistics
-from benchmarks.compare.statistics import Results, Run
+from benchmarks.compare.statistics import Results
 from benchmarks.plot import INK, look, save, styled
 from benchmarks.runner import WINDOW, History
 
@@ -29,7 +29,7 @@ _SHADE = 0.18  # opacity of the range over the seeds
 
 @dataclass(frozen=True)
 class Course:
-    """The curves of an optimizer's finished runs, at the steps of the first of them."""
+    """The curves of an optimizer's finished runs."""
 
     label: str
     steps: Array
@@ -51,18 +51,8 @@ def course(results: Results, optimizer: str) -> Course | None:
     runs = [run for run in statistics.select(results, "final", optimizer) if not statistics.flaw(run)]
     if not runs:
         return None
-    steps = np.array([point[0] for point in known(runs[0])], dtype=float)
-    seconds = np.mean([_resampled(run, column, steps) for run in runs], axis=0)
-    return Course(runs[0]["label"], steps, seconds, np.array([_resampled(run, 1, steps) for run in runs]))
-
-
-def known(run: Run) -> list[Sequence[float]]:
-    return [point for point in run["curve"] if statistics.finite(point[1])]
-
-
-def _resampled(run: Run, column: int, steps: Array) -> Array:
-    points = known(run)
-    return np.asarray(np.interp(steps, [point[0] for point in points], [point[column] for point in points]))
+    curves = np.array([run["curve"] for run in runs], dtype=float)  # all at the same steps
+    return Course(runs[0]["label"], curves[0, :, 0], curves[..., column].mean(axis=0), curves[..., 1])
 
 
 def draw_losses(results: Results, path: Path) -> None:

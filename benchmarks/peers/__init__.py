@@ -5,13 +5,14 @@ without a package are imported from a checkout, see :mod:`benchmarks.peers.check
 """
 
 from functools import partial
+from importlib import metadata
 
 import torch
 
 from benchmarks.peers import checkouts, deterministic, muon, orthogonal, recipes
 from benchmarks.peers import libraries as packaged
 from benchmarks.peers.checkouts import CHECKOUTS, PATHS, set_paths, version
-from benchmarks.peers.libraries import PACKAGES, evaluating, has_library, installed
+from benchmarks.peers.libraries import evaluating, has_library
 from benchmarks.peers.peer import Peer
 from benchmarks.recipes.types import Method
 
@@ -36,7 +37,6 @@ PEERS: dict[str, Method] = {
     "ist_mfac": _second("M-FAC (its authors')", checkouts.ist_mfac, recipes.IST_MFAC),
 }
 
-
 _LIBRARIES = {
     "soap": "pytorch_optimizer",
     "shampoo": "pytorch_optimizer",
@@ -44,6 +44,7 @@ _LIBRARIES = {
     "schedule_free": "schedulefree",
     "singd": "singd",
 }
+"""Modules of packages."""
 
 
 def available() -> list[str]:
@@ -54,9 +55,12 @@ def available() -> list[str]:
     return [name for name in PEERS if name not in lacking]
 
 
-def versions(name: str | None = None) -> dict[str, str]:
-    found = installed() | {checkout: version(checkout) for checkout in PATHS}
-    if name is None:
-        return found
-    own = {name, PACKAGES.get(_LIBRARIES.get(name, ""), "")}
-    return {key: text for key, text in found.items() if key in own}
+def versions(name: str) -> dict[str, str]:
+    """Return the version of the package or of the checkout that an optimizer comes from, if there is one."""
+    if name in PATHS:
+        return {name: version(name)}
+    library = _LIBRARIES.get(name)
+    if library is None or not has_library(library):
+        return {}
+    package = library.replace("_", "-")
+    return {package: metadata.version(package)}

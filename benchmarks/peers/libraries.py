@@ -6,7 +6,6 @@ weights instead of decreasing the rate (Defazio et al., "The road less scheduled
 computes gradients and evaluates the model at different points, between which :func:`evaluating` switches.
 """
 
-import importlib.metadata
 import importlib.util
 import warnings
 import zlib
@@ -27,10 +26,6 @@ from benchmarks.peers.peer import Peer, evaluated
 from benchmarks.workloads import Workload
 from benchmarks.workloads.base import optional_package
 
-PACKAGES = {"pytorch_optimizer": "pytorch-optimizer", "schedulefree": "schedulefree", "singd": "singd"}
-"""Names of packages on PyPI by the name of their module."""
-
-
 library = partial(optional_package, extra="peers")
 
 
@@ -39,10 +34,6 @@ def has_library(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except ValueError:  # sys.modules contains None for it
         return False
-
-
-def installed() -> dict[str, str]:
-    return {name: importlib.metadata.version(name) for module, name in PACKAGES.items() if has_library(module)}
 
 
 def singd(

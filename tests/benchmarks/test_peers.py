@@ -360,7 +360,7 @@ def test_kfac_pytorch_preconditions_for_sgd_with_the_same_rate(checkout):
     assert optimizer._beside[0].clips == pytest.approx([0.001, 0.00025], rel=2e-3)  # follows the square of the rate
     assert optimizer._beside[0].skipped == [r"^2\.out_proj$"]
     assert torch.equal(model[0].weight, known)
-    assert versions()["kfac_pytorch"].startswith("1.2, sha256 ")
+    assert versions("kfac_pytorch")["kfac_pytorch"].startswith("1.2, sha256 ")
     assert "kfac_pytorch" in available()
     assert not any("kfac" in entry for entry in sys.path)
 
@@ -384,7 +384,7 @@ def test_functions_that_mfac_needs_are_replaced_on_the_cpu(checkout):
     torch.testing.assert_close(lower @ part.both.triu(), part.matrix)
     assert [float(value) for value in part.twice] == [2.0, 0.0]
     assert torch.lu is not None
-    assert versions()["ist_mfac"].startswith("sha256 ")
+    assert versions("ist_mfac")["ist_mfac"].startswith("sha256 ")
 
 
 if "PEER_PATHS" in os.environ:  # NAME=DIR NAME=DIR ...: paths of checkouts, which tests cannot download
