@@ -123,7 +123,7 @@ def _short(loss: float) -> str:
 
 BUDGETS: Mapping[str, str] = {
     "KFAC": 'KFAC(model, lr=LR, weight_decay=WD, graft="adamw")',
-    "KFAC, budget 2": 'KFAC(model, lr=LR, weight_decay=WD, graft="adamw", budget=2.0)',
+    "KFAC, budget 2": REPLACEMENTS["adamw"],
     "KFAC, budget 1.3": 'KFAC(model, lr=LR, weight_decay=WD, graft="adamw", budget=1.3)',
 }
 """The lines that replace AdamW's, by their names in the tables."""

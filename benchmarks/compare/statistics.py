@@ -2,21 +2,20 @@
 
 A loss is the mean of ten training steps. A curve has about sixty points, so a loss is reached at the first of two
 consecutive points at or below it. This is never too early, at most one point too late, and single outliers do not
-count, except for the last point. A run that failed, diverged or ended early does not reach any loss and has no final
-loss, but it counts among the seeds.
+count, except for the last point. A run that failed or diverged does not reach any loss and has no final loss, but it
+counts among the seeds.
 """
 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import fmean, median, stdev
-from typing import Any, Literal
+from typing import Any
 
+from benchmarks.compare.plan import Phase, Run, end_loss
 from benchmarks.runner import WINDOW
 
 Results = Mapping[str, Any]
-Run = Mapping[str, Any]
-Phase = Literal["sift", "long", "final", "short"]
 
 _CLOCKS = {"processor": 2, "wall": 3}  # columns of a curve
 _LOSS = 1
@@ -115,11 +114,7 @@ def finite(value: float | None) -> bool:
 def flaw(run: Run) -> str:
     if run["failed"]:
         return f"failed: {run['failed']}"
-    if run["diverged"] or (run["curve"] and not finite(run["curve"][-1][_LOSS])):
-        return f"diverged after {run['taken']} of {run['steps']} steps"
-    if not run["curve"] or run["taken"] < run["steps"]:
-        return f"ended after {run['taken']} of {run['steps']} steps"
-    return ""
+    return "" if finite(end_loss(run)) else f"diverged after {run['taken']} of {run['steps']} steps"
 
 
 def select(results: Results, phase: Phase | None = None, optimizer: str | None = None) -> list[Run]:
@@ -136,10 +131,6 @@ def label_of(results: Results, optimizer: str) -> str:
 
 def unfinished(results: Results) -> list[tuple[Run, str]]:
     return [(run, why) for run in results["runs"] if (why := flaw(run))]
-
-
-def final_loss(run: Run) -> float:
-    return math.inf if flaw(run) else float(run["curve"][-1][_LOSS])
 
 
 def clock_column(results: Results) -> int:
@@ -168,7 +159,7 @@ def rounded(factor: float) -> float:
 def sift_losses(results: Results, optimizer: str) -> dict[float, float]:
     found: dict[float, list[float]] = {}
     for run in select(results, "sift", optimizer):
-        found.setdefault(rounded(run["factor"]), []).append(final_loss(run))
+        found.setdefault(rounded(run["factor"]), []).append(end_loss(run))
     return {factor: fmean(found[factor]) for factor in sorted(found)}
 
 
@@ -202,7 +193,7 @@ def summarize(results: Results, optimizer: str) -> Summary:
         order=known["order"],
         factor=runs[0]["factor"] if runs else best_factor(results, optimizer),
         seeds=len(runs),
-        loss=spread(map(final_loss, done)),
+        loss=spread(map(end_loss, done)),
         metric=spread(run["metric"] for run in done),
         seconds=spread(run["curve"][-1][column] for run in done),
         step_cost=own / base if own is not None and base else None,
@@ -230,7 +221,7 @@ def target_of(results: Results, optimizer: str | None) -> Target | None:
     if optimizer is None or not done:
         return None
     column = clock_column(results)
-    loss, seconds = fmean(map(final_loss, done)), fmean(run["curve"][-1][column] for run in done)
+    loss, seconds = fmean(map(end_loss, done)), fmean(run["curve"][-1][column] for run in done)
     crossings = [hit[1] for run in done if (hit := first_reach(run, loss, column))]
     return Target(
         optimizer=optimizer,
@@ -267,7 +258,7 @@ def reach(results: Results, optimizer: str, target: Target, phase: Phase) -> Rea
     found = [hit for run in runs if (hit := first_reach(run, target.loss, column))]
     steps = fmean(step for step, _ in found) if found else None
     seconds = fmean(time for _, time in found) if found else None
-    loss = spread(map(final_loss, runs))
+    loss = spread(map(end_loss, runs))
     return Reach(
         optimizer=optimizer,
         label=runs[0]["label"],

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.markdown import Markdown
 
 from benchmarks.compare import figures, statistics, wording
+from benchmarks.compare.plan import end_loss
 from benchmarks.compare.statistics import Reach, Results, Summary, Target
 from benchmarks.compare.wording import NOTHING, number, seconds, share, verdict
 from benchmarks.report import Table
@@ -180,7 +181,7 @@ def write_report(results: Results, folder: Path) -> Path:
     """Write the page and its figure to a folder, and return the path of the page."""
     folder.mkdir(parents=True, exist_ok=True)
     text = page(results)
-    if any(math.isfinite(statistics.final_loss(run)) for run in statistics.select(results, "final")):
+    if any(math.isfinite(end_loss(run)) for run in statistics.select(results, "final")):
         figures.draw_losses(results, folder / _FIGURE)
         text += f"\n![Training loss against steps and seconds, with the range of the seeds]({_FIGURE})\n"
     (folder / NAME).write_text(text, encoding="utf-8")

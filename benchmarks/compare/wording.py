@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Sequence
 
 from benchmarks.compare import statistics
+from benchmarks.compare.plan import Run, end_loss
 from benchmarks.compare.runs import find
-from benchmarks.compare.statistics import Results, Run, Spread, Target
+from benchmarks.compare.statistics import Results, Spread, Target
 from benchmarks.recipes.tuned import TUNED
 
 NOTHING = "–"
@@ -122,7 +123,7 @@ def _second_rates(results: Results, seeds: int) -> list[str]:
         counted = next(
             (r for r in statistics.select(results, "final", run["optimizer"]) if r["seed"] == run["seed"]), None
         )
-        found = [f"{number(statistics.final_loss(r))} at × {r['factor']:.3g}" for r in (counted, run) if r]
+        found = [f"{number(end_loss(r))} at × {r['factor']:.3g}" for r in (counted, run) if r]
         shown.append(f"{run['label']} {' and '.join(found)}")
     if not shown:
         return []

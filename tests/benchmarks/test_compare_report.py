@@ -206,7 +206,6 @@ def test_every_run_that_did_not_finish_is_listed_with_its_reason(field):
         ("GGT", "final", "failed: RuntimeError: <shape> & size"),
         ("GGT", "final", "diverged after 31 of 100 steps"),
     ]
-    assert statistics.flaw(make_run(steps=100)) == "ended after 20 of 100 steps"
 
 
 # ---------------------------------------------------------------------- words
