@@ -13,8 +13,8 @@ from tests.support.kfac import assert_close, labels, noise, twin
 from tests.support.models import Tokens, convnet, images, mlp, seeded_build, vectors
 from tests.support.networks import squares
 from tests.support.oracles import ekfac as oracle
-from tests.support.oracles.ekfac import damped_power, exact_fisher, kfac_operator, layer_gradients, operator
-from tests.support.oracles.kfac import covered_names, grouped
+from tests.support.oracles.ekfac import damped_power, exact_fisher, layer_gradients, operator
+from tests.support.oracles.kfac import covered_names, grouped, kron
 
 PLAIN_KFAC = {key: value for key, value in PLAIN.items() if key != "scale_update_steps"}
 approximations = pytest.mark.parametrize("approx", ["expand", "reduce"])
@@ -31,12 +31,6 @@ PROBLEMS = {
         squares,
     ),
 }
-
-
-# ------------------------------------------------------------------------------------------------------------ The block
-
-
-# -------------------------------------------------------------------------------------------------------- The direction
 
 
 @each(
@@ -69,7 +63,7 @@ def test_block_and_direction_are_those_of_dense_matrices(problem, approx, dampin
             rotated = Q.mT @ grouped(factor) @ Q
             assert_close(rotated, torch.diag_embed(rotated.diagonal(dim1=-2, dim2=-1)), 1e-9, name)
         added = damping * (float(s.mean()) if mode == "relative" else 1)
-        expected[name] = operator(Q_B, s, Q_A), kfac_operator(*factors), added
+        expected[name] = operator(Q_B, s, Q_A), kron(*factors), added
     for name, (gradient, V) in next_directions(opt, model, x, y, loss, names).items():
         fisher, kfac, added = expected[name]
         assert_close(V, damped_power(fisher, added, power, gradient), 1e-8, name)

@@ -13,7 +13,8 @@ from tests.support.kfac import assert_close, labels, noise
 from tests.support.layer_cases import CASES, CONVOLUTIONS, ONE_OF_EACH
 from tests.support.models import mlp, seeded_build
 from tests.support.networks import NORMED, TOKENS, Words
-from tests.support.oracles.ekfac import exact_fisher, layer_gradients, operator, over_null_spaces, scales, solve
+from tests.support.oracles.ekfac import exact_fisher, layer_gradients, operator, over_null_spaces, scales
+from tests.support.oracles.kfac import solve
 
 #: Layers that do not know which rows belong to which example have no squares of examples.
 KINDS = [name for name, case in CASES.items() if not case.expand_only]

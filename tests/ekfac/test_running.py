@@ -15,7 +15,7 @@ from tests.support.grid import each
 from tests.support.kfac import assert_close, labels, noise
 from tests.support.models import convnet, images, mlp, seeded_build, vectors
 from tests.support.networks import Run, TwoHeads
-from tests.support.oracles.ekfac import solve
+from tests.support.oracles.kfac import solve
 
 BUILDS = {"mlp": (mlp, vectors), "convnet": (lambda: convnet(stride=2, padding=1), images)}
 WHITE = {"estimator": "running", "power": 0.5, "momentum_mode": "pre", "momentum": 0.9, "factor_update_steps": 1}

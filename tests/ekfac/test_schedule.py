@@ -12,7 +12,8 @@ from tests.support.ekfac import Branches, held_bases, network, plain_ekfac, regr
 from tests.support.grid import each
 from tests.support.kfac import assert_close, noise, plain_kfac
 from tests.support.models import mlp, seeded_build, vectors
-from tests.support.oracles.ekfac import Reference, diagonal_in, layer_gradients, operator, scales, solve
+from tests.support.oracles.ekfac import Reference, diagonal_in, layer_gradients, operator, scales
+from tests.support.oracles.kfac import solve
 
 # -------------------------------------------------------------------------------------------------- The order of a step
 

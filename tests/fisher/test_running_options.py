@@ -22,9 +22,9 @@ from tests.support.kfac import (
     twin,
 )
 from tests.support.models import mlp, seeded_build, vectors
-from tests.support.oracles.ekfac import damped_power, solve
+from tests.support.oracles.ekfac import damped_power
 from tests.support.oracles.fisher import METHODS, STILL, quiet
-from tests.support.oracles.kfac import expected_factors, layer_values, pi_factors, solve_pi
+from tests.support.oracles.kfac import expected_factors, layer_values, pi_factors, solve, solve_pi
 from tests.support.warned import silent
 
 SIZES = [5, 2, 7, 1, 4, 3, 6, 2]

@@ -15,7 +15,7 @@ from tests.support.kfac import assert_close, labels, noise
 from tests.support.layer_cases import CASES, ONE_OF_EACH
 from tests.support.models import Tokens, images, seeded_build, vectors
 from tests.support.networks import NORMED, TOKENS, Normed, Sometimes, Words, around, squares
-from tests.support.oracles.ekfac import example_gradients as one_by_one
+from tests.support.oracles.ekfac import example_gradients
 from tests.support.oracles.hylo import (
     as_rows,
     check,
@@ -205,7 +205,7 @@ def test_the_rows_of_a_large_table_are_exact(approx):
     """Beyond 8192 entries no vector is as long as the table, so nothing is reduced."""
     model, plain, y = seeded_build(Table), seeded_build(Table), labels(5, 3)
     kept = step(plain_hylo(model, approx=approx), model, TOKENS, y, F.cross_entropy)
-    U = one_by_one(plain, TOKENS, y, F.cross_entropy)["words.weight"][:, :6].flatten(1)[None]
+    U = example_gradients(plain, TOKENS, y, F.cross_entropy)["words.weight"][:, :6].flatten(1)[None]
     V, moved = (values["words.weight"].detach()[:6].reshape(1, -1) for values in (gradients(model), kept))
     assert_close(moved, sngd(U, V, 1e-2), 1e-8)
     assert not kept["words.weight"][6:].any()
@@ -220,7 +220,7 @@ def test_a_table_of_six_and_micro_batches_of_different_lengths(lengths, cheaper)
     for seed, length in enumerate(lengths):
         x, y = labels(4 * length, 6, seed).reshape(4, length), labels(4, 3, seed)
         (F.cross_entropy(model(x), y) / len(lengths)).backward()
-        found.append(layer_rows(plain, "words", x, y, F.cross_entropy, at_once=False))
+        found.append(layer_rows(plain, "words", x, y, F.cross_entropy))
     V, moved = vectors_of(model, "words", taken(opt))
     assert_close(moved, sngd(torch.cat(found, 1), V, 1e-2), 1e-8)
 
@@ -231,7 +231,7 @@ def test_a_bag_is_not_expanded():
     opt = plain_hylo(model, lr=1.0)
     with pytest.warns(UserWarning, match="words: .*bags .* approx='reduce'"):
         kept = step(opt, model, TOKENS, y, F.cross_entropy)
-    U = as_rows(plain, "head", one_by_one(plain, TOKENS, y, F.cross_entropy))
+    U = as_rows(plain, "head", example_gradients(plain, TOKENS, y, F.cross_entropy))
     check_block(opt, model, "head", U, kept, 1e-2)
     assert follows_fallback(opt, "words.weight", "bags")
     assert_close(plain.words.weight.detach() - model.words.weight.detach(), model.words.weight.grad, 1e-9)
@@ -271,7 +271,7 @@ def test_batch_norm_takes_the_statistics_of_the_batch_as_constants(image):
     plain.norm.eval()
     opt = plain_hylo(model, damping=1e-4)
     kept = step(opt, model, x, y, F.cross_entropy)
-    U = as_rows(plain, "norm", one_by_one(plain, x, y, F.cross_entropy))
+    U = as_rows(plain, "norm", example_gradients(plain, x, y, F.cross_entropy))
     check_block(opt, model, "norm", U, kept, 1e-4)
 
 
@@ -316,6 +316,6 @@ def test_position_embeddings_that_all_examples_share_follow_the_fallback():
     opt = plain_hylo(model, lr=1.0)
     with pytest.warns(UserWarning, match="place: .* shared by the whole batch"):
         kept = step(opt, model, x, y, F.cross_entropy)
-    check_block(opt, model, "head", layer_rows(plain, "head", x, y, F.cross_entropy, at_once=False), kept, 1e-2)
+    check_block(opt, model, "head", layer_rows(plain, "head", x, y, F.cross_entropy), kept, 1e-2)
     assert_close(plain.place.weight.detach() - model.place.weight.detach(), model.place.weight.grad, 1e-9)
     assert follows_fallback(opt, "place.weight")

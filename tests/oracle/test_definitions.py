@@ -17,8 +17,8 @@ from tests.support.kfac import assert_close, assert_factors, backward, labels, n
 from tests.support.models import Tokens, seeded_build
 from tests.support.networks import CONVS
 from tests.support.oracles import kfac as oracle
+from tests.support.oracles.curvlinops import curvlinops_blocks
 from tests.support.oracles.kfac import Rows, example_rows, layer_gradient, objective, pi_factors, solve_pi
-from tests.support.oracles.trajectory import curvlinops_blocks
 
 
 @each(

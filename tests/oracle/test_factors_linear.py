@@ -15,8 +15,8 @@ from tests.support.grid import pairs
 from tests.support.kfac import all_factors, assert_close, assert_factors, held_factors, labels, noise, one_step, twin
 from tests.support.models import Tokens, mlp, seeded_build, vectors
 from tests.support.networks import Flattened
+from tests.support.oracles.curvlinops import curvlinops_blocks
 from tests.support.oracles.kfac import example_rows, expected_factors, factors, kron, objective
-from tests.support.oracles.trajectory import curvlinops_blocks, curvlinops_dense
 
 
 def checked(model, x, y, loss, **keywords):
@@ -45,13 +45,12 @@ def test_mlp_equals_definitions_and_curvlinops(kind, reduction, approx, bias):
         loss, y = replace(loss, module=nn.BCEWithLogitsLoss(reduction=reduction)), (y > 0).double()
     plain = twin(model)
     theirs = curvlinops_blocks(plain, x, y, loss, approx)
-    dense = curvlinops_dense(twin(model), x, y, loss, approx)
     given = loss.loss_terms if reduction == "mean" else 7  # which is ignored for a sum
     opt = one_step(model, x, y, loss, approx=approx, loss_reduction=reduction, loss_terms=given)
     assert_factors(all_factors(opt, model), theirs)
     assert_factors(expected_factors(plain, x, y, loss, approx=approx, loss_terms=loss.loss_terms), theirs, 1e-11)
-    for name, block in dense.items():
-        assert_close(opt.dense_curvature(name), block, what=name)
+    for name, (A, B) in theirs.items():
+        assert_close(opt.dense_curvature(name), kron(B, A), what=name)
 
 
 @pytest.mark.parametrize("approx", ["expand", "reduce"])

@@ -11,12 +11,12 @@ layer's own parameters, without rows, patches or scaling rules. The rest is dens
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from tests.support.oracles.kfac import expected_factors, grouped, kron
+from tests.support.oracles.kfac import expected_factors, grouped
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase)
@@ -25,13 +25,13 @@ NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase)
 # ------------------------------------------------------------------------------------------------ Per-example gradients
 
 
-def example_gradients(model: nn.Module, x: Tensor, y: Tensor, loss: Loss) -> dict[str, Tensor]:
+def example_gradients(model: nn.Module, inputs: Tensor | Sequence[Tensor], y: Tensor, loss: Loss) -> dict[str, Tensor]:
     """``[N, *shape]`` by parameter name: the gradients of every example's own loss, one backward each."""
-    model = copy.deepcopy(model)
+    model, inputs = copy.deepcopy(model), (inputs,) if isinstance(inputs, Tensor) else inputs
     names, parameters = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True)
     rows = []
-    for n in range(len(x)):
-        value = loss(model(x[n : n + 1]), y[n : n + 1])
+    for n in range(len(y)):
+        value = loss(model(*(x[n : n + 1] for x in inputs)), y[n : n + 1])
         rows.append(torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True))
     return {name: torch.stack(parts) for name, parts in zip(names, zip(*rows, strict=True), strict=True)}
 
@@ -116,19 +116,10 @@ def over_null_spaces(s: Tensor, B: Tensor, A: Tensor) -> Tensor:
     return s
 
 
-kfac_operator = kron
-
-
 def diagonal_in(F: Tensor, Q_B: Tensor, Q_A: Tensor, like: Tensor) -> Tensor:
     """Diagonal of a dense block in a basis, in the layout of s."""
     Q = joint_basis(Q_B, Q_A)
     return (Q.mT @ F @ Q).diagonal().view_as(like)
-
-
-def solve(F: Tensor, gradient: Tensor, damping: float) -> Tensor:
-    """(F + λI)⁻¹ vec(∇)."""
-    identity = torch.eye(len(F), dtype=F.dtype)
-    return torch.linalg.solve(F + damping * identity, gradient.reshape(-1)).view_as(gradient)
 
 
 def damped_power(F: Tensor, damping: float, power: float, gradient: Tensor) -> Tensor:

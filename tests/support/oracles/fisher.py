@@ -14,7 +14,6 @@ eigendecomposition of the Hessian that autograd computes from the loss, without 
 import copy
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,7 +26,7 @@ import secondorder
 from secondorder import EKFAC, KFAC
 from tests.support.building import built
 from tests.support.kfac import PLAIN, assert_close, held_factors, layer_state
-from tests.support.oracles.kfac import homogeneous, input_rows, output_rows, recorded
+from tests.support.oracles.kfac import Rows, example_rows, factors, heads, one_example, without_groups
 
 #: Loss of one example from its outputs (batch of one) and its targets.
 Loss = Callable[[Any, Any], Tensor]
@@ -57,10 +56,6 @@ LOSSES: dict[str, tuple[Any, Loss]] = {
 # ---------------------------------------------------------------------------------------- Columns of the output Hessian
 
 
-def heads(outputs: Any) -> tuple[Tensor, ...]:
-    return outputs if isinstance(outputs, tuple) else (outputs,)
-
-
 def columns(outputs: Any, loss: Callable[[Any], Tensor]) -> list[tuple[Tensor, ...]]:
     """Every column of a root of the Hessian of ``loss`` at ``outputs``, in the form of the outputs."""
     parts = heads(outputs)
@@ -84,27 +79,14 @@ def columns(outputs: Any, loss: Callable[[Any], Tensor]) -> list[tuple[Tensor, .
 # --------------------------------------------------------------------------------------- Rows of Linear and Conv layers
 
 
-@dataclass
-class Observed:
-    """The rows of every example at one layer: ``a[n]`` ``[Γ, S, n_a]``, ``g[n]`` ``[K, Γ, S, n_g]``."""
-
-    a: list[Tensor]
-    g: list[Tensor]
+class Observed(Rows):
+    """The rows of every example at one layer, with the columns of the Hessian: ``g[n]`` is ``[K, Γ, S, n_g]``."""
 
     def factors(self, approx: str = "expand") -> tuple[Tensor, Tensor]:
-        """(A, B); the group axis is dropped where there is one group."""
-        n = len(self.a)
-        if approx == "expand":
-            A = sum(a.mT @ a for a in self.a) / sum(a.shape[1] for a in self.a)
-            B = sum((g.mT @ g).sum(0) for g in self.g) / n
-        else:
-            A = sum(torch.einsum("gi,gj->gij", a.mean(1), a.mean(1)) for a in self.a) / n
-            B = sum(torch.einsum("kgi,kgj->gij", g.sum(2), g.sum(2)) for g in self.g) / n
-        return (A[0], B[0]) if len(A) == 1 else (A, B)
+        return without_groups(*factors(self, approx))
 
     def gradients(self) -> list[Tensor]:
-        """G of every example."""
-        return [g.mT @ a for a, g in zip(self.a, self.g, strict=True)]
+        return [self.gradient(n) for n in range(len(self.a))]
 
     def scale(self, basis_a: Tensor, basis_g: Tensor) -> Tensor:
         """Second moments in a basis: (1/N) Σ_n Σ_k (Q_gᵀ G Q_a)²."""
@@ -119,24 +101,8 @@ class Observed:
 
 def observed(model: nn.Module, names: Sequence[str], x: Tensor, y: Any, loss: Loss) -> dict[str, Observed]:
     """Run a copy of the model on one example at a time, and backpropagate every column to the layers' outputs."""
-    model = copy.deepcopy(model)
-    calls = recorded(model, names)
-    found = {name: Observed([], []) for name in names}
-    for n in range(len(x)):
-        calls.clear()
-        outputs = model(x[n : n + 1])
-        taps = [output for _, _, output in calls]
-        pushed = [
-            torch.autograd.grad(heads(outputs), taps, v, retain_graph=True, allow_unused=True, materialize_grads=True)
-            for v in columns(outputs, lambda f, n=n: loss(f, one_example(y, n)))
-        ]
-        for name, rows in found.items():
-            layer = model.get_submodule(name)
-            mine = [i for i, (called, _, _) in enumerate(calls) if called == name]
-            rows.a.append(torch.cat([homogeneous(layer, input_rows(layer, calls[i][1])) for i in mine], 1))
-            by_column = [torch.cat([output_rows(layer, grads[i]) for i in mine], 1) for grads in pushed]
-            rows.g.append(torch.stack(by_column))
-    return found
+    found = example_rows(model, names, x, y, None, columns=lambda f, y: columns(f, lambda f: loss(f, y)))
+    return {name: Observed(rows.a, rows.g) for name, rows in found.items()}
 
 
 def assert_observed(
@@ -146,10 +112,6 @@ def assert_observed(
     for name, found in rows.items():
         for mine, theirs in zip(held_factors(opt, model, prefix + name), found.factors(approx), strict=True):
             assert_close(mine, theirs, 1e-9, name)
-
-
-def one_example(y: Any, n: int) -> Any:
-    return tuple(part[n : n + 1] for part in y) if isinstance(y, tuple) else y[n : n + 1]
 
 
 # ------------------------------------------------------------------------------------------------------- Any parameters

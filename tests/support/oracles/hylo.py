@@ -1,4 +1,4 @@
-"""HyLo's quantities from their definitions: per-example gradients of torch.func, dense matrices, explicit inverses.
+"""HyLo's quantities from their definitions: per-example gradients, dense matrices, explicit inverses.
 
 No product of small matrices replaces a large one: the curvature of a block is a dense matrix over all entries of its
 parameters, and every low-rank form is converted to the dense operator that it represents.
@@ -16,12 +16,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
 
 from secondorder import HyLo
 from tests.support.building import built
 from tests.support.kfac import assert_close
-from tests.support.oracles.ekfac import NORMS, as_matrices
+from tests.support.oracles.ekfac import NORMS, as_matrices, example_gradients
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Found = dict[str, Tensor]
@@ -49,20 +48,6 @@ MODES = {
 
 
 # ----------------------------------------------------------------------------------------------------------------- Rows
-
-
-def example_gradients(model: nn.Module, inputs: Sequence[Tensor], y: Tensor, loss: Loss, at_once: bool = True) -> Found:
-    """``[m, *shape]`` by parameter name; ``loss`` of a batch of one is the loss of that example."""
-    model = copy.deepcopy(model)
-    trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-
-    def value(parameters: Found, target: Tensor, *example: Tensor) -> Tensor:
-        return loss(functional_call(model, parameters, tuple(x[None] for x in example)), target[None])
-
-    if at_once:
-        return vmap(grad(value), in_dims=(None, *[0] * (1 + len(inputs))))(trained, y, *inputs)
-    found = [grad(value)(trained, y[n], *(x[n] for x in inputs)) for n in range(len(y))]
-    return {name: torch.stack([part[name] for part in found]) for name in trained}
 
 
 def reduced_gradients(
@@ -108,14 +93,13 @@ def as_rows(model: nn.Module, name: str, found: Found) -> Tensor:
 
 
 def layer_rows(
-    model: nn.Module, name: str, inputs: Sequence[Tensor] | Tensor, y: Tensor, loss: Loss, approx: str = "expand",
-    at_once: bool = True,
-) -> Tensor:  # fmt: skip
+    model: nn.Module, name: str, inputs: Sequence[Tensor] | Tensor, y: Tensor, loss: Loss, approx: str = "expand"
+) -> Tensor:
     """U of a layer: from full gradients, or from those that ``reduce`` computes from several positions."""
     inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
     is_exact = approx == "expand" or isinstance(model.get_submodule(name), (*NORMS, nn.Embedding, nn.EmbeddingBag))
     if is_exact:
-        return as_rows(model, name, example_gradients(model, inputs, y, loss, at_once))
+        return as_rows(model, name, example_gradients(model, inputs, y, loss))
     return as_rows(model, name, reduced_gradients(model, name, inputs, y, loss))
 
 
@@ -278,7 +262,6 @@ def check(
     loss: Loss,
     names: Sequence[str],
     approx: str = "expand",
-    at_once: bool = True,
     tolerance: float = 1e-8,
     **keywords,
 ) -> tuple[HyLo, nn.Module]:
@@ -289,7 +272,7 @@ def check(
     opt = plain_hylo(model, approx=approx, **keywords)
     kept = step(opt, model, inputs, y, loss)
     for name in names:
-        U = layer_rows(plain, name, inputs, y, loss, approx, at_once)
+        U = layer_rows(plain, name, inputs, y, loss, approx)
         check_block(opt, model, name, U, kept, damping, tolerance)
     return opt, model
 

@@ -17,6 +17,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,13 +30,16 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass
 class Rows:
-    """The rows of every example at one layer: ``a[n]`` is ``[Γ, S_n, n_a]``, ``g[n]`` is ``[Γ, S_n, n_g]``."""
+    """The rows of every example at one layer: ``a[n]`` is ``[Γ, S_n, n_a]``, ``g[n]`` is ``[Γ, S_n, n_g]``.
+
+    For K columns of an output Hessian in place of one loss, ``g[n]`` is ``[K, Γ, S_n, n_g]``, and sums include K.
+    """
 
     a: list[Tensor]
     g: list[Tensor]
 
     def gradient(self, n: int) -> Tensor:
-        """Σ_s g aᵀ of example n: the gradient of its loss, ``[Γ, n_g, n_a]``."""
+        """Σ_s g aᵀ of example n: the gradient of its loss, ``[Γ, n_g, n_a]``, or of each column."""
         return self.g[n].mT @ self.a[n]
 
     def mean_gradient(self) -> Tensor:
@@ -114,29 +118,48 @@ def recorded(model: nn.Module, names: Iterable[str]) -> list[tuple[str, Tensor, 
     return calls
 
 
+Columns = Callable[[Any, Any], list[tuple[Tensor, ...]]]
+
+
 def example_rows(
-    model: nn.Module, names: list[str], x: Tensor, y: Tensor, loss: Loss, batched: bool = True
-) -> dict[str, Rows]:
+    model: nn.Module, names: Iterable[str], x: Tensor, y: Any, loss: Loss | None, batched: bool = True,
+    columns: Columns | None = None,
+) -> dict[str, Rows]:  # fmt: skip
     """Run a copy of ``model`` on one example after the other, and collect rows and gradients of the named layers.
 
     ``loss(output, target)`` of a batch of one is that example's loss ℓ_n, whatever the reduction is. With
-    ``batched=False`` all of ``x`` is one example without a batch axis.
+    ``batched=False`` all of ``x`` is one example without a batch axis. If ``columns`` is given, the gradients that it
+    returns for the outputs and targets of an example replace that of the loss.
     """
     model = copy.deepcopy(model)
     calls = recorded(model, names)
     collected = {name: Rows([], []) for name in names}
-    examples = [(x[n : n + 1], y[n : n + 1]) for n in range(len(x))] if batched else [(x, y)]
-    for x_n, y_n in examples:
+    for x_n, y_n in [(x[n : n + 1], one_example(y, n)) for n in range(len(x))] if batched else [(x, y)]:
         calls.clear()
-        value = loss(model(x_n), y_n)
-        outputs = [output for _, _, output in calls]
-        gradients = torch.autograd.grad(value, outputs, allow_unused=True, materialize_grads=True)
+        outputs = model(x_n)
+        taps = [output for _, _, output in calls]
+        starts = (
+            [(loss(outputs, y_n), None)] if columns is None else [(heads(outputs), v) for v in columns(outputs, y_n)]
+        )
+        every = [
+            torch.autograd.grad(of, taps, v, retain_graph=True, allow_unused=True, materialize_grads=True)
+            for of, v in starts
+        ]
         for name, rows in collected.items():
             layer = model.get_submodule(name)
-            mine = [(a, g) for (called, a, _), g in zip(calls, gradients, strict=True) if called == name]
-            rows.a.append(torch.cat([homogeneous(layer, input_rows(layer, a, batched)) for a, _ in mine], dim=1))
-            rows.g.append(torch.cat([output_rows(layer, g, batched) for _, g in mine], dim=1))
+            mine = [i for i, (called, _, _) in enumerate(calls) if called == name]
+            rows.a.append(torch.cat([homogeneous(layer, input_rows(layer, calls[i][1], batched)) for i in mine], 1))
+            g = torch.stack([torch.cat([output_rows(layer, of[i], batched) for i in mine], 1) for of in every])
+            rows.g.append(g[0] if columns is None else g)
     return collected
+
+
+def heads(outputs: Any) -> tuple[Tensor, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def one_example(y: Any, n: int) -> Any:
+    return tuple(part[n : n + 1] for part in y) if isinstance(y, tuple) else y[n : n + 1]
 
 
 # --------------------------------------------------------------------------------------------- Factors and dense blocks
@@ -148,13 +171,18 @@ def factors(rows: Rows, approx: str = "expand", loss_terms: int = 1) -> tuple[Te
     if approx == "expand":
         total = sum(a.shape[1] for a in rows.a)
         A = sum(a.mT @ a for a in rows.a) / total
-        B = sum(g.mT @ g for g in rows.g) / n
+        products = [g.mT @ g for g in rows.g]
     else:
         means = [a.sum(1) / max(a.shape[1], 1) for a in rows.a]  # an example without a row adds nothing
-        sums = [g.sum(1) for g in rows.g]
         A = sum(a[:, :, None] * a[:, None, :] for a in means) / n
-        B = sum(g[:, :, None] * g[:, None, :] for g in sums) / n
+        products = [g.sum(-2)[..., None] * g.sum(-2)[..., None, :] for g in rows.g]
+    B = sum(product.sum(0) if product.ndim == 4 else product for product in products) / n
     return A, loss_terms * B
+
+
+def without_groups(A: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
+    """Drop the axis of groups if there is only one group."""
+    return (A[0], B[0]) if len(A) == 1 else (A, B)
 
 
 def expected_factors(
@@ -163,11 +191,8 @@ def expected_factors(
 ) -> dict[str, tuple[Tensor, Tensor]]:  # fmt: skip
     """(A, B) of every Linear and Conv layer; the group axis is dropped where there is one group."""
     names = covered_names(model) if names is None else names
-    found = {}
-    for name, rows in example_rows(model, names, x, y, loss).items():
-        A, B = factors(rows, approx, loss_terms)
-        found[name] = (A[0], B[0]) if len(A) == 1 else (A, B)
-    return found
+    found = example_rows(model, names, x, y, loss)
+    return {name: without_groups(*factors(rows, approx, loss_terms)) for name, rows in found.items()}
 
 
 def covered_names(model: nn.Module) -> list[str]:
@@ -207,11 +232,15 @@ def layer_values(layer: nn.Module) -> Tensor:
     return joined(*chosen)
 
 
-def solve_exact(B: Tensor, A: Tensor, gradient: Tensor, damping: float) -> Tensor:
-    """(B ⊗ A + λI)⁻¹ vec(∇) by a dense solve."""
-    F = kron(B, A)
+def solve(F: Tensor, gradient: Tensor, damping: float) -> Tensor:
+    """(F + λI)⁻¹ vec(∇)."""
     identity = torch.eye(len(F), dtype=F.dtype)
     return torch.linalg.solve(F + damping * identity, gradient.reshape(-1)).view_as(gradient)
+
+
+def solve_exact(B: Tensor, A: Tensor, gradient: Tensor, damping: float) -> Tensor:
+    """(B ⊗ A + λI)⁻¹ vec(∇)."""
+    return solve(kron(B, A), gradient, damping)
 
 
 def pi_factors(B: Tensor, A: Tensor, damping: float) -> tuple[Tensor, Tensor]:
@@ -227,8 +256,7 @@ def pi_factors(B: Tensor, A: Tensor, damping: float) -> tuple[Tensor, Tensor]:
 def solve_pi(B: Tensor, A: Tensor, gradient: Tensor, damping: float) -> Tensor:
     """The inverse of the product of the two damped factors, by a dense solve."""
     pairs = [pi_factors(b, a, damping) for b, a in zip(grouped(B), grouped(A), strict=True)]
-    F = torch.block_diag(*(torch.kron(b, a) for b, a in pairs))
-    return torch.linalg.solve(F, gradient.reshape(-1)).view_as(gradient)
+    return solve(torch.block_diag(*(torch.kron(b, a) for b, a in pairs)), gradient, 0.0)
 
 
 # --------------------------------------------------------------------------------------------------------------- Losses
