@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from secondorder import MemOpt
 from tests.support.grid import each, sample
-from tests.support.oracles.ranks import shard
+from tests.support.oracles.ranks import descend, shard
 from tests.support.pool import device_of, everywhere, on_every_rank
-from tests.support.sharding import Case, Wrap, descend, fully_sharded, started
+from tests.support.sharding import Case, Wrap, fully_sharded, started
 
 
 @contextmanager

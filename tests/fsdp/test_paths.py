@@ -8,9 +8,9 @@ from torch import Tensor
 
 from secondorder import LowRank, TopK
 from tests.support.grid import only
-from tests.support.oracles.ranks import METHODS, Run, assert_replicas, distance, shard, together
+from tests.support.oracles.ranks import METHODS, Run, assert_replicas, distance, flat, shard, together
 from tests.support.pool import Pool, device_of
-from tests.support.sharding import Case, Wrap, alone, assert_like_one_process, flat, sharded_path, started
+from tests.support.sharding import Case, Wrap, alone, assert_like_one_process, sharded_path, started
 
 EACH, HSDP = Wrap(), Wrap(replicas=2)
 

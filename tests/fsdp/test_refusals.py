@@ -16,10 +16,10 @@ from secondorder import EKFAC, GGT, KFAC, MFAC, CommOpt, DedicatedWorkers, HyLo,
 from tests.support.building import built
 from tests.support.grid import only, sample
 from tests.support.networks import Sometimes
-from tests.support.oracles.ranks import LAYERWISE, assert_replicas, build, distance, mean_loss, shard
+from tests.support.oracles.ranks import LAYERWISE, assert_replicas, build, descend, distance, flat, mean_loss, shard
 from tests.support.pool import Pool, device_of, on_every_rank
 from tests.support.saving import raised
-from tests.support.sharding import Case, Wrap, descend, flat, fully_sharded, started, train
+from tests.support.sharding import Case, Wrap, fully_sharded, started, train
 
 POISONED = 4
 

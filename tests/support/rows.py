@@ -5,7 +5,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from secondorder import HyLo
 from secondorder.linalg import selection
 from tests.support.building import built
-from tests.support.models import seeded_build
+from tests.support.oracles.hylo import layer_rows
 from tests.support.oracles.ranks import CLASSES, STRATEGIES, TASKS, TOKENS, WIDTH, flat, mean_loss, shard
 from tests.support.pool import device_of
 
@@ -27,21 +27,20 @@ SETTINGS = {"lr": 0.05, "momentum": 0.9, "damping": 0.1, "update_steps": 3}
 class Case:
     """A trajectory on several ranks, or in one process."""
 
-    task: str = "mlp"  # or the name of a network in `MODULES`
+    task: str = "mlp"
     keywords: Mapping[str, Any] = field(default_factory=lambda: {"mode": "sngd"})  # in addition to `SETTINGS`
     sizes: tuple[int, ...] | None = None  # of the shards, which are equal by default
     steps: int = STEPS
     batches: int = 1  # number of batches of the task that are joined for a step
 
     def model(self) -> nn.Module:
-        return seeded_build(MODULES[self.task]) if self.task in MODULES else TASKS[self.task].model()
+        return TASKS[self.task].model()
 
     def build(self, model: nn.Module, comm: Any = None) -> HyLo:
         return built(HyLo, model, comm=comm, **{**SETTINGS, **self.keywords})
 
     def shards(self, step: int, world: int) -> list[tuple[Tensor, Tensor]]:
-        task = TASKS[{"branches": "mlp", "lengths": "words", "groups": "cnn"}.get(self.task, self.task)]
-        parts = [task.batch(self.batches * step + i) for i in range(self.batches)]
+        parts = [TASKS[self.task].batch(self.batches * step + i) for i in range(self.batches)]
         batch = torch.cat([inputs for inputs, _ in parts]), torch.cat([targets for _, targets in parts])
         return [shard(batch, rank, world, self.sizes) for rank in range(world)]
 
@@ -84,7 +83,11 @@ def groups() -> nn.Module:
     )
 
 
-MODULES = {"branches": Branches, "lengths": lengths, "groups": groups}
+TASKS |= {
+    "branches": replace(TASKS["mlp"], build=Branches),
+    "lengths": replace(TASKS["words"], build=lengths),
+    "groups": replace(TASKS["cnn"], build=groups),
+}
 
 
 @contextmanager
@@ -152,7 +155,10 @@ def chosen_path(case: Case, world: int) -> Tensor:
         shards = case.shards(step, world)
         total = sum(len(inputs) for inputs, _ in shards)
         gradients = {name: torch.zeros(1) for name in layers}
-        of_ranks = [rows_of(model, layers, *batch) for batch in shards]
+        of_ranks = [
+            {name: layer_rows(model, name, inputs, targets, mean_loss)[0] for name in layers}
+            for inputs, targets in shards
+        ]
         for name in layers:
             rows = [found[name] / total**0.5 for found in of_ranks]
             gradients[name] = sum(found[name].sum(0) for found in of_ranks) / total
@@ -166,17 +172,6 @@ def chosen_path(case: Case, world: int) -> Tensor:
         descent.step()
         path.append(flat(model))
     return torch.stack(path)
-
-
-def rows_of(model: nn.Module, layers: Mapping[str, nn.Linear], inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    """Gradients of every example ``[n, d_o (d_i + 1)]`` by layer, each from a backward pass of its own."""
-    found: dict[str, list[Tensor]] = {name: [] for name in layers}
-    for x, y in zip(inputs, targets, strict=True):
-        model.zero_grad()
-        mean_loss(model(x[None]), y[None]).backward()
-        for name, layer in layers.items():
-            found[name].append(torch.cat([layer.weight.grad, layer.bias.grad[:, None]], 1).flatten())
-    return {name: torch.stack(rows) for name, rows in found.items()}
 
 
 def choose(rows: list[Tensor], name: str, refresh: int, settings: Mapping[str, Any]) -> tuple[Tensor, Tensor, float]:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.support.oracles import ranks
-from tests.support.oracles.ranks import STRATEGIES, TASKS, Run, build, descend, flat, optimizer_on, shard
+from tests.support.oracles.ranks import STRATEGIES, TASKS, Run, build, optimizer_on, train
 from tests.support.pool import device_of
 
 Saved = dict[str, Any]
@@ -31,15 +31,6 @@ def started(rank: int, strategy: str, run: Run, **keywords: Any) -> tuple[nn.Mod
     return model, build(run.method, model, STRATEGIES[strategy](average_gradients=True, **keywords), **run.keywords)
 
 
-def train(model: nn.Module, optimizer: Any, rank: int, world: int, run: Run, first: int, last: int) -> list[Tensor]:
-    """Parameters after each of the steps, flat."""
-    path = []
-    for step in range(first, last):
-        descend(model, optimizer, shard(run.batch(step), rank, world), run)
-        path.append(flat(model))
-    return path
-
-
 def snapshot(optimizer: Any) -> Saved:
     """A copy of the state that this rank saves, without the warning that it is only a part."""
     with warnings.catch_warnings():
@@ -47,12 +38,12 @@ def snapshot(optimizer: Any) -> Saved:
         return copy.deepcopy(optimizer.state_dict())
 
 
-def through_a_file(saved: Any) -> Any:
-    """Save to a file, and load it with `weights_only=True`."""
+def through_a_file(saved: Any, weights_only: bool = True) -> Any:
+    """Save to a file, and load it."""
     file = io.BytesIO()
     torch.save(saved, file)
     file.seek(0)
-    return torch.load(file, weights_only=True)
+    return torch.load(file, weights_only=weights_only)
 
 
 def dcp_options(form: str, **keywords: Any) -> StateDictOptions:

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from tests.support.building import built
 from tests.support.oracles import ranks
-from tests.support.oracles.ranks import CLASSES, METHODS, STRATEGIES, TASKS, Batch, Task, assert_same_path, build, shard
+from tests.support.oracles.ranks import CLASSES, METHODS, STRATEGIES, TASKS, Batch, Task, assert_same_path, build
 from tests.support.pool import Pool, device_of
 
 WORDS, LENGTH, WIDTH = 7, 3, 5
@@ -84,8 +84,9 @@ class Case:
     frozen: str | None = None  # prefix of the names of parameters that are not trained
     thaw: int | None = None  # first step in which the frozen parameters are trained
     steps: int = 9
-    micro: int = 1  # number of micro-batches per step
-    sync: bool = False  # whether gradients are reduced after every micro-batch, and not only after the last one
+    micro: int = 1  # and the following as in `Run`
+    sync: bool = False
+    sizes: tuple[int, ...] | None = None
     loss: Callable[[Tensor, Tensor], Tensor] = ranks.mean_loss
     split: bool = False  # whether the parameters are in two groups, the second with half the learning rate
 
@@ -151,59 +152,18 @@ def started(rank: int, world: int, case: Case, **keywords: Any) -> tuple[nn.Modu
     return model, case.optimizer(model, comm, **keywords)
 
 
-def whole(t: Tensor) -> Tensor:
-    """The full tensor on every rank; all ranks must call it."""
-    return t.full_tensor() if isinstance(t, DTensor) else t
-
-
-def flat(model: nn.Module) -> Tensor:
-    """All parameters in one vector ``[P]`` on the CPU; all ranks must call it."""
-    return torch.cat([whole(p.detach()).flatten() for p in model.parameters()]).cpu()
-
-
 # ------------------------------------------------------------------------------------------------------------- Training
-
-
-def descend(model: nn.Module, optimizer: Any, batch: Batch, case: Case) -> None:
-    """Take a step on the mean of the losses of all micro-batches."""
-    optimizer.zero_grad()
-    device = next(model.parameters()).device
-    for part in range(case.micro):
-        inputs, targets = (t.to(device) for t in shard(batch, part, case.micro))
-        if isinstance(model, FSDPModule):
-            model.set_requires_gradient_sync(case.sync or part == case.micro - 1)
-        (case.loss(model(inputs), targets) / case.micro).backward()
-    optimizer.step()
 
 
 def train(
     model: nn.Module, optimizer: Any, case: Case, first: int, last: int, rank: int = 0, world: int = 1
 ) -> list[Tensor]:
     """The parameters ``[P]`` after each step."""
-    seen = []
-    for step in range(first, last):
-        if step == case.thaw:
-            case.freeze(model, False)
-        descend(model, optimizer, shard(case.batch(step), rank, world), case)
-        seen.append([_piece(p).clone() for p in model.parameters()])
-    params = list(model.parameters())
-    return list(torch.cat([_path_of(p, [own[i] for own in seen]) for i, p in enumerate(params)], 1).cpu())
-
-
-def _piece(p: Tensor) -> Tensor:
-    return p.detach().to_local() if isinstance(p, DTensor) else p.detach()
-
-
-def _path_of(p: Tensor, pieces: list[Tensor]) -> Tensor:
-    """A parameter after each step ``[steps, n]``, gathered from the pieces of all ranks at once, for speed."""
-    found = torch.stack(pieces)
-    if isinstance(p, DTensor):
-        moved = [Shard(at.dim + 1) if isinstance(at, Shard) else at for at in p.placements]
-        shape = torch.Size((len(pieces), *p.shape))
-        like = torch.empty(shape, device="meta")
-        whole_one = DTensor.from_local(found, p.device_mesh, moved, run_check=False, shape=shape, stride=like.stride())
-        found = whole_one.full_tensor()
-    return found.flatten(1)
+    thaw = last if case.thaw is None else min(max(first, case.thaw), last)
+    path = ranks.train(model, optimizer, rank, world, case, first, thaw)
+    if thaw < last:
+        case.freeze(model, False)
+    return path + ranks.train(model, optimizer, rank, world, case, thaw, last)
 
 
 _paths: dict[str, Tensor] = {}

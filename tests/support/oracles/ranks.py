@@ -7,12 +7,14 @@ after every step, flat ``[steps, P]``.
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -201,6 +203,7 @@ class Run:
     sizes: tuple[int, ...] | None = None  # of the ranks' shards, which are equal by default
     loss: Callable[[Tensor, Tensor], Tensor] = mean_loss
     poison: int | None = None  # the step whose batch contains a NaN
+    sync: bool = False  # whether FSDP reduces gradients after every micro-batch, and not only after the last one
 
     def batch(self, step: int) -> Batch:
         inputs, targets = TASKS[self.task].batch(step)
@@ -210,8 +213,9 @@ class Run:
 
 
 def flat(model: nn.Module) -> Tensor:
-    """All parameters in one vector ``[P]`` on the CPU, a copy."""
-    return torch.cat([p.detach().flatten() for p in model.parameters()]).cpu()
+    """All parameters in one vector ``[P]`` on the CPU, a copy; all ranks must call it if parameters are sharded."""
+    params = [p.detach() for p in model.parameters()]
+    return torch.cat([(p.full_tensor() if isinstance(p, DTensor) else p).flatten() for p in params]).cpu()
 
 
 def descend(model: nn.Module, optimizer: Any, batch: Batch, run: Run) -> None:
@@ -220,23 +224,29 @@ def descend(model: nn.Module, optimizer: Any, batch: Batch, run: Run) -> None:
     device = next(model.parameters()).device
     for part in range(run.micro):
         inputs, targets = (t.to(device) for t in shard(batch, part, run.micro))
-        quiet = part < run.micro - 1 and isinstance(model, DDP)
-        with model.no_sync() if quiet else nullcontext():
+        is_last = part == run.micro - 1
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(run.sync or is_last)
+        with model.no_sync() if isinstance(model, DDP) and not is_last else nullcontext():
             loss = run.loss(model(inputs), targets)
             (loss / run.micro if run.loss is mean_loss else loss).backward()
     optimizer.step()
+
+
+def train(model: nn.Module, optimizer: Any, rank: int, world: int, run: Run, first: int, last: int) -> list[Tensor]:
+    """The parameters ``[P]`` after each of the steps on the shards of a rank."""
+    path = []
+    for step in range(first, last):
+        descend(model, optimizer, shard(run.batch(step), rank, world, run.sizes), run)
+        path.append(flat(model))
+    return path
 
 
 def alone(run: Run, comm: Any = None) -> tuple[Tensor, nn.Module, Any]:
     """Train one process on whole batches; return its trajectory ``[steps, P]``, model and optimizer."""
     model = TASKS[run.task].model()
     optimizer = build(run.method, model, comm, **run.keywords)
-    whole = Run(run.task, run.method, run.keywords, loss=run.loss)
-    path = []
-    for step in range(run.steps):
-        descend(model, optimizer, run.batch(step), whole)
-        path.append(flat(model))
-    return torch.stack(path), model, optimizer
+    return path_of(model, optimizer, 0, 1, replace(run, micro=1, sizes=None)), model, optimizer
 
 
 def together(rank: int, world: int, strategy: str | None, run: Run, **wrapping: Any) -> Tensor:
@@ -257,11 +267,7 @@ def optimizer_on(model: nn.Module, strategy: str | None, run: Run, **keywords: A
 
 def path_of(model: nn.Module, optimizer: Any, rank: int, world: int, run: Run) -> Tensor:
     """Train on shards; return the trajectory."""
-    path = []
-    for step in range(run.steps):
-        descend(model, optimizer, shard(run.batch(step), rank, world, run.sizes), run)
-        path.append(flat(model))
-    return torch.stack(path)
+    return torch.stack(train(model, optimizer, rank, world, run, 0, run.steps))
 
 
 def curvatures(optimizer: Any) -> dict[str, Tensor]:
