@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.grid import cover, ids_of, values_of
+from tests.support.grid import cover, ids_of, parameters, values_at, values_of
 from tests.support.methods import METHODS, Method, Variant
 from tests.support.tasks import CNN, MLP, TASKS, TRANSFORMER, Task
 
@@ -86,14 +86,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         axes |= mark.kwargs
     with_variants = "variant" in metafunc.fixturenames
     cases = list(_cases(needed, axes, rules, with_variants))
-    chosen = set(cover({case: _shown(case, [*axes], "once" in marks) for case in cases}))
+    kept = set(cover({case: _shown(case, [*axes], "once" in marks) for case in cases}))
     names = ("method", *(["variant"] if with_variants else []), *axes)
     metafunc.parametrize(
         names,
         [
-            _param(case, list(axes.values()), with_variants, slow=case not in chosen)
+            _param(case, list(axes.values()), with_variants, slow=case not in kept)
             for case in cases
-            if case in chosen or "full" in marks
+            if case in kept or "full" in marks
         ],
     )
 
@@ -110,7 +110,7 @@ def _cases(needed: set[str], axes: Mapping[str, Any], rules: Mapping[str, Any], 
             if variants and needed & variant.excludes:
                 continue
             for indices in product(*map(range, map(len, values))):
-                found = {name: of[index] for name, of, index in zip(axes, values, indices, strict=True)}
+                found = dict(zip(axes, values_at(values, indices), strict=True))
                 if rules and not method.knows(keywords_of(rules[found["rule"]])):
                     continue
                 if variants and "task" in found and not pair_up(method, variant, found["task"]):
@@ -130,11 +130,8 @@ def _shown(case: Case, axes: Sequence[str], once: bool) -> frozenset[Hashable]:
 def _param(case: Case, axes: Sequence[Any], variants: bool, *, slow: bool) -> Any:
     method = METHODS[case[0]]
     own = [method, method.variants[case[1]]] if variants else [method]
-    values = [values_of(given)[index] for given, index in zip(axes, case[2], strict=True)]
-    ids = [ids_of(given)[index] for given, index in zip(axes, case[2], strict=True)]
-    return pytest.param(
-        *own, *values, id="-".join([*(one.name for one in own), *ids]), marks=pytest.mark.slow if slow else ()
-    )
+    values = values_at(map(values_of, axes), case[2])
+    return parameters([*own, *values], [*(one.name for one in own), *values_at(map(ids_of, axes), case[2])], slow=slow)
 
 
 def keywords_of(rule: Any) -> Mapping[str, Any]:

@@ -7,15 +7,13 @@ implications for software testing", IEEE TSE 30(6), 2004), so a default run take
 ::
 
     @pairs(method=METHODS, rule=RULES, dtype=[torch.float32, torch.float64])   # every pair, and no other cases
-    @product(method=METHODS, rule=RULES)                                       # the same, and the rest under `slow`
     @each(method=METHODS, rule=RULES)                                          # every value once
     @sample(method=METHODS, rule=RULES)                                        # the same, and the rest under `slow`
     @only("kfac-exact", method=METHODS, rule=RULES)                            # by id, and the rest under `slow`
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from itertools import combinations
-from itertools import product as cartesian
+from itertools import combinations, product
 from typing import Any, TypeVar
 
 import pytest
@@ -31,33 +29,31 @@ def pairs(where: Callable[..., bool] | None = None, /, **parameters: Iterable[An
         where: Called with the values of all parameters by name; combinations for which it is false are left out.
         **parameters: Values of each parameter. The keys of a mapping become the ids of its values.
     """
-    rows = combinations_of(where, parameters)
-    return _parametrized(parameters, rows, set(covering(rows)), rest=False)
-
-
-def product(where: Callable[..., bool] | None = None, /, **parameters: Iterable[Any]) -> pytest.MarkDecorator:
-    """Parametrize a test with every combination; those that :func:`pairs` would leave out are marked ``slow``."""
-    rows = combinations_of(where, parameters)
-    return _parametrized(parameters, rows, set(covering(rows)), rest=True)
+    return _covered(where, parameters, strength=2, rest=False)
 
 
 def each(where: Callable[..., bool] | None = None, /, **parameters: Iterable[Any]) -> pytest.MarkDecorator:
     """Parametrize a test so that every value of every parameter occurs in at least one case."""
-    rows = combinations_of(where, parameters)
-    return _parametrized(parameters, rows, set(covering(rows, strength=1)), rest=False)
+    return _covered(where, parameters, strength=1, rest=False)
 
 
 def sample(where: Callable[..., bool] | None = None, /, **parameters: Iterable[Any]) -> pytest.MarkDecorator:
     """Parametrize a test with every combination; those that :func:`each` would leave out are marked ``slow``."""
+    return _covered(where, parameters, strength=1, rest=True)
+
+
+def _covered(
+    where: Callable[..., bool] | None, parameters: Mapping[str, Iterable[Any]], *, strength: int, rest: bool
+) -> pytest.MarkDecorator:
     rows = combinations_of(where, parameters)
-    return _parametrized(parameters, rows, set(covering(rows, strength=1)), rest=True)
+    return _parametrized(parameters, rows, set(covering(rows, strength)), rest=rest)
 
 
 def only(*chosen: str, **parameters: Iterable[Any]) -> pytest.MarkDecorator:
     """Parametrize a test with every combination; those whose id is not given are marked ``slow``."""
     ids = [ids_of(given) for given in parameters.values()]
     rows = combinations_of(None, parameters)
-    found = {"-".join(_chosen(ids, row)): row for row in rows}
+    found = {"-".join(values_at(ids, row)): row for row in rows}
     return _parametrized(parameters, rows, {found[name] for name in chosen}, rest=True)
 
 
@@ -86,10 +82,10 @@ def cover(wanted: Mapping[Case, frozenset[Hashable]]) -> list[Case]:
 def combinations_of(where: Callable[..., bool] | None, parameters: Mapping[str, Iterable[Any]]) -> list[Row]:
     """Return the indices of every combination for which ``where`` is true."""
     values = [values_of(given) for given in parameters.values()]
-    rows = list(cartesian(*(range(len(of)) for of in values)))
+    rows = list(product(*(range(len(of)) for of in values)))
     if where is None:
         return rows
-    return [row for row in rows if where(**dict(zip(parameters, _chosen(values, row), strict=True)))]
+    return [row for row in rows if where(**dict(zip(parameters, values_at(values, row), strict=True)))]
 
 
 def _tuples(row: Row, strength: int) -> frozenset[Hashable]:
@@ -97,21 +93,22 @@ def _tuples(row: Row, strength: int) -> frozenset[Hashable]:
 
 
 def _parametrized(
-    parameters: Mapping[str, Iterable[Any]], rows: Sequence[Row], chosen: set[Row], *, rest: bool
+    axes: Mapping[str, Iterable[Any]], rows: Sequence[Row], default: set[Row], *, rest: bool
 ) -> pytest.MarkDecorator:
-    values = [values_of(given) for given in parameters.values()]
-    ids = [ids_of(given) for given in parameters.values()]
-    cases = [
-        pytest.param(
-            *_chosen(values, row), id="-".join(_chosen(ids, row)), marks=() if row in chosen else pytest.mark.slow
-        )
-        for row in rows
-        if rest or row in chosen
-    ]
-    return pytest.mark.parametrize(tuple(parameters), cases)
+    values = [values_of(given) for given in axes.values()]
+    ids = [ids_of(given) for given in axes.values()]
+    taken = [row for row in rows if rest or row in default]
+    cases = [parameters(values_at(values, row), values_at(ids, row), slow=row not in default) for row in taken]
+    return pytest.mark.parametrize(tuple(axes), cases)
 
 
-def _chosen(values: Sequence[Sequence[Any]], row: Row) -> list[Any]:
+def parameters(values: Iterable[Any], ids: Iterable[str], *, slow: bool) -> Any:
+    """Return the parameters of one case."""
+    return pytest.param(*values, id="-".join(ids), marks=pytest.mark.slow if slow else ())
+
+
+def values_at(values: Iterable[Sequence[Any]], row: Row) -> list[Any]:
+    """Return the value with the index of the row, of every parameter."""
     return [of[index] for of, index in zip(values, row, strict=True)]
 
 
