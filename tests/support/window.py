@@ -1,14 +1,11 @@
 """Helpers that drive the window methods with gradients set by hand, and read their state."""
 
-import copy
 from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from tests.support.saving import through_a_file
 
 Shapes = Sequence[tuple[int, ...]]
 
@@ -40,18 +37,10 @@ def give(params: Sequence[nn.Parameter], gradient: Tensor) -> None:
         p.grad = part.reshape(p.shape).to(p.dtype)
 
 
-def push(opt: torch.optim.Optimizer, params: Sequence[nn.Parameter], gradient: Tensor) -> Tensor:
-    """Return what a step subtracts. The parameters start at zero, so that no digit is lost."""
-    put(params, torch.zeros(len(gradient)))
-    give(params, gradient)
-    opt.step()
-    return -flat(params)
-
-
-def push_some(
-    opt: torch.optim.Optimizer, params: Sequence[nn.Parameter], gradient: Tensor, missing: Iterable[int]
+def push(
+    opt: torch.optim.Optimizer, params: Sequence[nn.Parameter], gradient: Tensor, missing: Iterable[int] = ()
 ) -> Tensor:
-    """The same without the gradients of some parameters."""
+    """Return what a step subtracts; the missing parameters have no gradient. All start at zero, so no digit is lost."""
     put(params, torch.zeros(len(gradient)))
     give(params, gradient)
     for i in missing:
@@ -159,10 +148,6 @@ def assert_near(actual: Tensor, expected: Tensor, tolerance: float = 1e-9, what:
     assert error <= tolerance, f"{what}: relative error {error:.3g} > {tolerance:g}"
 
 
-def snapshot(opt: torch.optim.Optimizer) -> dict[str, Any]:
-    return copy.deepcopy(opt.state_dict())
-
-
 def differences(one: dict[str, Any], two: dict[str, Any]) -> set[str]:
     """Keys of the state that are not bitwise equal."""
     found = set()
@@ -175,12 +160,7 @@ def differences(one: dict[str, Any], two: dict[str, Any]) -> set[str]:
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and bool(torch.equal(a, b))
-
-
-def from_disk(opt: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state dict after it was saved to a file and loaded."""
-    return through_a_file(opt.state_dict())
+    return a.dtype == b.dtype and torch.equal(a, b)
 
 
 def size(shapes: Shapes) -> int:

@@ -12,18 +12,9 @@ from tests.support.building import built
 from tests.support.checkpoints import assert_goes_on
 from tests.support.grid import each, pairs
 from tests.support.oracles.window import Average
-from tests.support.window import (
-    assert_near,
-    differences,
-    flat,
-    from_disk,
-    give,
-    history,
-    noise,
-    parameters,
-    push,
-    snapshot,
-)
+from tests.support.saving import through_a_file
+from tests.support.tasks import snapshot
+from tests.support.window import assert_near, differences, flat, give, history, noise, parameters, push
 from tests.support.window_storages import METHODS, STORAGES, averaging, explicit, regular
 
 SHAPES, D, M = [(4, 5), (3,), (3, 7)], 44, 5
@@ -63,7 +54,7 @@ def test_resume_while_the_chosen_solver_lags_behind(saved_at: int) -> None:
     params, others = parameters(SHAPES, torch.float32), parameters(SHAPES, torch.float32)
     opt, twin = (MFAC(p, lr=1.0, window_size=8, damping=1e-8) for p in (params, others))
     steps(opt, params, range(saved_at))
-    twin.load_state_dict(from_disk(opt))
+    twin.load_state_dict(through_a_file(opt.state_dict()))
     rest = range(saved_at, 45)
     assert all(torch.equal(a, b) for a, b in zip(steps(opt, params, rest), steps(twin, others, rest), strict=True))
 
@@ -78,7 +69,7 @@ def test_another_window_size_keeps_the_newest_rows(how: str, wanted: int) -> Non
     for step in range(steps):
         push(opt, params, noise(D, seed=step))
     kept = history(opt, params, every, kind.block_size)
-    twin.load_state_dict(from_disk(opt))
+    twin.load_state_dict(through_a_file(opt.state_dict()))
     assert twin.param_groups[0]["window_size"] == wanted
     assert torch.equal(history(twin, others, every, kind.block_size), kept[-wanted:])
     left = {"error", "error_range", "tail_error", "tail_error_range", "q_prev"}
@@ -102,7 +93,7 @@ def test_another_window_size_under_momentum_on_gradients(method: str, wanted: in
     for step in range(12):
         push(opt, params, g[step])
         average.add(g[step])
-    twin.load_state_dict(from_disk(opt))
+    twin.load_state_dict(through_a_file(opt.state_dict()))
     seen = list(g[12 - min(wanted, M) : 12])
     for step in range(12, 12 + 2 * wanted + 3):
         seen.append(g[step])
@@ -135,7 +126,7 @@ def test_another_compression_is_refused_before_anything_changes(case: str, other
         push(twin, others, noise(D, seed=20 + step))
     before, groups = snapshot(twin), str(twin.param_groups)
     with pytest.raises(ValueError):
-        twin.load_state_dict(from_disk(opt))
+        twin.load_state_dict(through_a_file(opt.state_dict()))
     assert differences(before, twin.state_dict()) == set()
     assert str(twin.param_groups) == groups
     push(twin, others, noise(D))

@@ -9,6 +9,7 @@ from secondorder.diagnostics.step_record import StepRecord
 from tests.support.building import built
 from tests.support.grid import each, pairs
 from tests.support.oracles.window import Average
+from tests.support.tasks import snapshot
 from tests.support.window import (
     assert_near,
     columns_of,
@@ -19,10 +20,8 @@ from tests.support.window import (
     noise,
     parameters,
     push,
-    push_some,
     put,
     ring,
-    snapshot,
     states,
 )
 from tests.support.window_storages import FEW, METHODS, STORAGES, averaging, explicit, regular
@@ -81,7 +80,7 @@ def test_average_of_gradients_with_a_missing_slice(method: str) -> None:
     for step in range(3 * M):
         g, missing = noise(D, seed=step), step in (2, 3, 7)
         g[20:23] *= not missing
-        moved = push_some(opt, params, g, [1] if missing else [])
+        moved = push(opt, params, g, [1] if missing else [])
         seen.append(g)
         v, rows = average.add(g), torch.stack(seen[-M:])
         u = explicit(method, rows, v, 1e-2, 0.9)
@@ -96,7 +95,7 @@ def test_a_parameter_frozen_and_unfrozen_during_a_run(partition: str, storage: s
     for step in range(4 * M):
         frozen = 5 <= step < 9
         params[0].requires_grad_(not frozen)
-        u = push_some(opt, params, noise(D, seed=step), [0] if frozen else [])
+        u = push(opt, params, noise(D, seed=step), [0] if frozen else [])
         for unit in [EVERY] if partition == "global" else [[0], [1], [2]]:
             columns = columns_of(params, unit)
             if frozen and unit == [0]:
@@ -122,7 +121,7 @@ def test_a_parameter_frozen_at_construction_and_unfrozen_later(method: str, stor
     alone, outside = build(method, twins, **kind.keywords), columns_of(params, [0, 2])
     for step in range(6):
         g = noise(D, seed=step)
-        assert_near(push_some(opt, params, g, [1])[outside], push(alone, twins, g[outside]), 1e-12)
+        assert_near(push(opt, params, g, [1])[outside], push(alone, twins, g[outside]), 1e-12)
     before = ring(alone, twins, [0, 1], kind.block_size)
     params[1].requires_grad_(True)
     for step in range(6, 6 + 2 * M):

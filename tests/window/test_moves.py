@@ -15,6 +15,7 @@ from secondorder import GGT, MFAC, TopK
 from secondorder.preconditioners import window_plan
 from tests.support.building import built
 from tests.support.grid import each
+from tests.support.tasks import snapshot
 from tests.support.window import (
     assert_near,
     differences,
@@ -25,7 +26,6 @@ from tests.support.window import (
     parameters,
     push,
     ring,
-    snapshot,
     states,
     stored_rows,
 )

@@ -10,18 +10,8 @@ from secondorder import GGT, MFAC, LowRank, TopK
 from tests.support.building import built
 from tests.support.grid import each
 from tests.support.oracles.window import TopKRows, fisher_direction, woodbury
-from tests.support.window import (
-    assert_near,
-    differences,
-    gram,
-    history,
-    noise,
-    parameters,
-    push,
-    snapshot,
-    states,
-    stored_rows,
-)
+from tests.support.tasks import snapshot
+from tests.support.window import assert_near, differences, gram, history, noise, parameters, push, states, stored_rows
 from tests.support.window_storages import METHODS, STORAGES, averaging, explicit, regular
 
 CHECKED = 4  # last steps of a run that are compared with the explicit matrix

@@ -11,6 +11,7 @@ from secondorder.curvature.window import topk
 from tests.support.building import built
 from tests.support.grid import each
 from tests.support.oracles.window import TopKRows, fisher_direction
+from tests.support.tasks import snapshot
 from tests.support.window import (
     assert_near,
     differences,
@@ -20,7 +21,6 @@ from tests.support.window import (
     push,
     residual,
     size,
-    snapshot,
     spans,
     states,
 )
