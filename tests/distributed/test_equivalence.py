@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.support.grid import each, only
+from tests.support.oracles.kfac import expected_factors, kron
 from tests.support.oracles.ranks import (
     EXAMPLES,
     LENGTH,
@@ -292,30 +293,13 @@ def test_masked_tokens(pool: Pool, method: str, strategy: str) -> None:
 
 
 # ------------------------------------------------------------------------------------- Against a plain list of examples
-def factors_by_example(model: nn.Module, inputs: Tensor, targets: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """A and G of the Linear layers of a sequential model: means of aaᵀ and ggᵀ, with a backward pass per example."""
-    sums: dict[str, list[Tensor]] = {}
-    for x, y in zip(inputs, targets, strict=True):
-        outputs, taps = x, {}
-        for name, layer in model.named_children():
-            a = torch.cat([outputs.detach(), torch.ones(1, dtype=x.dtype)])
-            outputs = layer(outputs)
-            if isinstance(layer, nn.Linear):
-                taps[name] = (a, outputs)
-        gradients = torch.autograd.grad(F.cross_entropy(outputs, y), [output for _, output in taps.values()])
-        for (name, (a, _)), g in zip(taps.items(), gradients, strict=True):
-            total = sums.setdefault(name, [torch.zeros(()), torch.zeros(())])
-            sums[name] = [total[0] + torch.outer(a, a), total[1] + torch.outer(g, g)]
-    return {name: (a / len(inputs), g / len(inputs)) for name, (a, g) in sums.items()}
-
-
 def test_factors_are_those_of_a_plain_list_of_examples(pool: Pool) -> None:
     run = Run("mlp", "kfac_eigen", STILL)
     for strategy in ("comm", "mem", "hybrid_third", "chief", "chief_inverses", "chief_own"):
         own = 5 if strategy == "chief_own" else EXAMPLES  # only the shard of the chief
-        expected = factors_by_example(TASKS["mlp"].model(), *(t[:own] for t in run.batch(0)))
+        expected = expected_factors(TASKS["mlp"].model(), *(t[:own] for t in run.batch(0)), F.cross_entropy)
         held = pool.run(statistics_of_shards, strategy, run, [(5, 4, 3)], world=3)
-        assert_held(held, {name: torch.kron(g, a) for name, (a, g) in expected.items()}, strategy == "comm")
+        assert_held(held, {name: kron(B, A) for name, (A, B) in expected.items()}, strategy == "comm")
         if strategy.startswith("chief"):
             assert [len(of_rank) for of_rank in held] == [3, 0, 0]
 

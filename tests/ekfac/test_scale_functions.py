@@ -14,6 +14,7 @@ from secondorder.linalg.eigenbasis import dense, precondition, qr_refresh, trans
 from secondorder.linalg.gradient_squares import choose_route, route_costs, scale_intra
 from tests.support.grid import each
 from tests.support.operators import Operators
+from tests.support.oracles.ekfac import scales
 
 WHICH = {"both": "ag", "a": "a", "g": "g", "none": ""}
 ROUTES = ["gramian", "gradient", "unprojected", "unprojected_a", "unprojected_g"]
@@ -41,15 +42,9 @@ def matrix(basis: Tensor | None, n: int) -> Tensor:
 
 
 def naive_scale(a: Tensor, g: Tensor, basis_a: Tensor | None, basis_g: Tensor | None) -> Tensor:
-    """The scale of one group, one example and one position after the other."""
-    q_a, q_g = matrix(basis_a, a.shape[-1]), matrix(basis_g, g.shape[-1])
-    total = torch.zeros(g.shape[-1], a.shape[-1], dtype=torch.float64)
-    for rows_a, rows_g in zip(a.double(), g.double(), strict=True):
-        gradient = torch.zeros_like(total)
-        for row_a, row_g in zip(rows_a, rows_g, strict=True):
-            gradient += torch.outer(row_g, row_a)
-        total += (q_g.T @ gradient @ q_a) ** 2
-    return total
+    """The sum over examples of one group, one example after the other."""
+    gradients = (g.double().mT @ a.double())[:, None]
+    return len(a) * scales(gradients, matrix(basis_g, g.shape[-1]), matrix(basis_a, a.shape[-1]))[0]
 
 
 SHAPES = {"few": (7, 5), "one": (2, 1), "flat": (2, 6), "wide": (70, 3), "tall": (3, 70), "both": (65, 67)}

@@ -8,15 +8,14 @@ from tests.support.grid import each, pairs
 from tests.support.kfac import assert_close, backward, noise
 from tests.support.models import Tokens, convnet, images, mlp, seeded_build, vectors
 from tests.support.networks import squares
+from tests.support.oracles.fisher import cross_entropy
 from tests.support.oracles.hylo import (
-    as_rows,
     check_block,
     error,
     fisher,
     flat,
     layer_rows,
     plain_hylo,
-    reduced_gradients,
     sngd,
     steepest,
     step,
@@ -39,10 +38,6 @@ ORDERLESS = {
 }
 
 
-def cross_entropy_sum(out, target):
-    return F.cross_entropy(out, target, reduction="sum")
-
-
 def result(model, batches, **keywords):
     """Directions of one step over ``batches`` of (x, y, loss)."""
     opt = plain_hylo(model, **keywords)
@@ -60,9 +55,9 @@ def test_order_micro_batches_repetition_and_a_summed_loss_do_not_matter(kind, ap
     order = torch.randperm(8, generator=torch.Generator().manual_seed(3))
     for sizes in ([8], [4, 4], [2, 2, 2, 2], [1, 7], [3, 1, 4]):
         parts = list(zip(x[order].split(sizes), y[order].split(sizes), strict=True))
-        cut = [(a, b, lambda out, target: cross_entropy_sum(out, target) / 8) for a, b in parts]
+        cut = [(a, b, lambda out, target: cross_entropy(out, target) / 8) for a, b in parts]
         assert_close(result(build(), cut, approx=approx, **mode), whole, 1e-8, str(sizes))
-        summed = [(a, b, cross_entropy_sum) for a, b in parts]
+        summed = [(a, b, cross_entropy) for a, b in parts]
         assert_close(result(build(), summed, loss_reduction="sum", approx=approx, **mode), 8 * whole, 1e-8, str(sizes))
     exact = result(build(), [(x, y, F.cross_entropy)], approx=approx)
     for times in (2, 5):
@@ -77,7 +72,7 @@ def test_micro_batches_whose_images_have_unequal_sizes(approx, mode):
     model, plain = convnet(), convnet()
     opt = plain_hylo(model, approx=approx, **ORDERLESS[mode])
     for x, y in parts:
-        backward(model, x, y, lambda out, t: cross_entropy_sum(out, t) / 7)
+        backward(model, x, y, lambda out, t: cross_entropy(out, t) / 7)
     kept = taken(opt)
     for name in ("first", "second", "head"):
         U = torch.cat([layer_rows(plain, name, x, y, F.cross_entropy, approx) for x, y in parts], 1)
@@ -105,12 +100,10 @@ def test_the_published_scale_of_convolutions_divides_by_the_positions():
         (x, y), model, plain = images(4, size=size), build(), build()
         opt = plain_hylo(model, approx="reduce", conv_scale="hylo")
         kept = step(opt, model, x, y, F.cross_entropy)
-        U = as_rows(plain, "0", reduced_gradients(plain, "0", (x,), y, F.cross_entropy, per_position=True))
-        whole = layer_rows(plain, "0", x, y, F.cross_entropy, "reduce")
-        assert_close(U, whole / count, 1e-12)
+        U = layer_rows(plain, "0", x, y, F.cross_entropy, "reduce") / count
         V, moved = vectors_of(model, "0", kept)
         assert_close(moved, sngd(U, V, 1e-2), 1e-8)
-        assert_close(opt.dense_curvature("0"), fisher(whole)[0] / count**2, 1e-8)
+        assert_close(opt.dense_curvature("0"), fisher(U)[0], 1e-8)
     build, data = BUILDS["tokens"]
     batch = (*data(4), F.cross_entropy)
     assert torch.equal(*(result(build(), [batch], approx="reduce", conv_scale=scale) for scale in ("exact", "hylo")))

@@ -46,17 +46,6 @@ DEFAULT = {
 }  # fmt: skip
 
 
-def rows_of(groups, number, approx):
-    """Gradients ``[Γ, N, n_g, n_a]`` of the examples, from the rows of a block's products."""
-    found = []
-    for n in range(number):
-        pairs = [(rows.a[n], rows.g[n]) for rows in groups]
-        if approx == "reduce":
-            pairs = [(a.sum(1, True) / max(a.shape[1], 1), g.sum(1, True)) for a, g in pairs]
-        found.append(torch.cat([g.mT @ a for a, g in pairs]))
-    return torch.stack(found, 1)
-
-
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in DEFAULT else pytest.mark.slow) for n in KINDS])
 def test_every_kind_of_layer(name):
     """Rows are those of networks that are written by hand."""
@@ -68,7 +57,8 @@ def test_every_kind_of_layer(name):
         kept = step(opt, model, inputs, y, case.loss)
         moved = {p: kept[name] for name, p in model.named_parameters() if name in kept}
         for block, groups in case.rows(case.model()).items():
-            U = rows_of(groups, case.number, approx)
+            of_examples = (torch.cat([rows.gradient(n, approx) for rows in groups]) for n in range(case.number))
+            U = torch.stack([*of_examples], 1)
             V, u = (case.matrix(model, block, read) for read in (lambda p: p.grad, moved.get))
             if block in case.tables:  # the dense curvature has the order of the weight, which is transposed
                 U, V, u = U.mT, V.mT, u.mT

@@ -16,12 +16,9 @@ from tests.support.models import images, mlp, seeded_build, vectors
 from tests.support.networks import squares
 from tests.support.oracles.hylo import check_block, layer_rows, plain_hylo, step, vectors_of
 from tests.support.oracles.kfac import expected_factors, solve_exact
+from tests.support.oracles.layers import row_of
 
 APPROX = ["expand", "reduce"]
-
-
-def line_of(opt: HyLo, name: str) -> str:
-    return next(line.lower() for line in opt.describe().splitlines() if line.split()[:1] == [f"{name}.weight"])
 
 
 def assert_kfac(opt: HyLo, model: nn.Module, kept: dict, name: str, factors: tuple, damping: float = 1e-2) -> None:
@@ -49,8 +46,8 @@ def test_layers_for_which_kfac_is_cheaper_use_it(approx: str, mode: str) -> None
     for name, (d_o, d_i) in {"0": (2, 9), "3": (6, 41), "4": (3, 7)}.items():
         cheaper = not (12 * (d_i + d_o) < d_i**2 + d_o**2 and d_i**3 + d_o**3 > 12**3)
         assert opt.blocks[name].is_factored == cheaper == (name != "3")
-        assert ("k-fac" in line_of(opt, name)) == cheaper
-        assert "fallback" not in line_of(opt, name)
+        assert ("k-fac" in row_of(opt, f"{name}.weight").lower()) == cheaper
+        assert "fallback" not in row_of(opt, f"{name}.weight")
         if cheaper:
             assert_kfac(opt, model, kept, name, expected_factors(plain, x, y, F.cross_entropy, [name], approx)[name])
     check_block(opt, model, "3", layer_rows(plain, "3", x, y, F.cross_entropy), kept, 1e-2)

@@ -13,6 +13,7 @@ from tests.support.ekfac import plain_ekfac, standing
 from tests.support.grid import pairs
 from tests.support.kfac import all_factors, assert_close, noise, plain_kfac
 from tests.support.models import Tokens, convnet, images, mlp, seeded_build, vectors
+from tests.support.oracles.fisher import cross_entropy as summed
 from tests.support.oracles.kfac import covered_names, layer_values
 
 few = settings(derandomize=True, max_examples=8, deadline=None)
@@ -28,10 +29,6 @@ BUILDS = {
 }
 METHOD, BUILD = st.sampled_from(list(METHODS)), st.sampled_from(list(BUILDS))
 APPROX = st.sampled_from(["expand", "reduce"])
-
-
-def summed(outputs, targets):
-    return F.cross_entropy(outputs, targets, reduction="sum")
 
 
 def take_step(opt, model, batches, scaler=None, unscale=False):

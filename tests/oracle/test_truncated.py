@@ -8,6 +8,8 @@ from torch.nn import functional as F
 from secondorder import KFAC, InverseOptions
 from secondorder.linalg.eigenpairs import leading_eigh
 from tests.support.grid import pairs
+from tests.support.oracles.ekfac import damped_power
+from tests.support.oracles.kfac import layer_values, pi_factors
 
 DAMPING, RANK = 0.3, 3
 
@@ -17,29 +19,23 @@ def factors_of(gradients, inputs, examples):
     return inputs.T @ inputs / len(inputs), examples * gradients.T @ gradients
 
 
-def truncated(matrix, rank=RANK):
+def truncated(matrix):
     """The matrix with all but its largest eigenvalues replaced by their mean, by a full eigendecomposition."""
     n = len(matrix)
-    if n <= 2 * rank:
+    if n <= 2 * RANK:
         return matrix
     values, vectors = torch.linalg.eigh(matrix)
-    values[:-rank] = values[:-rank].mean()
+    values[:-RANK] = values[:-RANK].mean()
     return vectors @ values.diag() @ vectors.T
 
 
 def solution(a, g, gradient, split, power, relative):
     """``(G̃ ⊗ Ã + λI)^(-p) vec(∇)``, or its factored form."""
     low_a, low_g = truncated(a), truncated(g)
-    mean = a.trace() / len(a) * g.trace() / len(g)
-    damping = DAMPING * mean if relative else torch.tensor(DAMPING).double()
+    damping = DAMPING * float(a.trace() / len(a) * g.trace() / len(g)) if relative else DAMPING
     if split == "exact":
-        fisher = torch.kron(low_g, low_a) + damping * torch.eye(len(a) * len(g)).double()
-    else:
-        pi = ((a.trace() / len(a)) / (g.trace() / len(g))).sqrt()
-        eye_a, eye_g = torch.eye(len(a)).double(), torch.eye(len(g)).double()
-        fisher = torch.kron(low_g + damping.sqrt() / pi * eye_g, low_a + damping.sqrt() * pi * eye_a)
-    values, vectors = torch.linalg.eigh(fisher)
-    return (vectors @ (values**-power * (vectors.T @ gradient.flatten()))).view_as(gradient)
+        return damped_power(torch.kron(low_g, low_a), damping, power, gradient)
+    return damped_power(torch.kron(*pi_factors(low_g, low_a, damping)), 0.0, power, gradient)
 
 
 def rows(shape):
@@ -48,18 +44,14 @@ def rows(shape):
     return torch.randn(*shape).double() * scales @ torch.linalg.qr(torch.randn(shape[-1], shape[-1]).double())[0]
 
 
-def homogeneous(layer):
-    return torch.cat([layer.weight.flatten(1), layer.bias[:, None]], 1).detach().clone()
-
-
 def steps_of(layers, xs, weights, **keywords):
     """The changes of weights and biases as one matrix each, for the loss ``Σ weights · outputs / N``."""
     every = {"factor_update_steps": 1, "inv_update_steps": 1}
-    model, before = nn.ModuleList(layers), [homogeneous(layer) for layer in layers]
+    model, before = nn.ModuleList(layers), [layer_values(layer) for layer in layers]
     optimizer = KFAC(model, lr=1.0, momentum=0.0, kl_clip=None, damping=DAMPING, **every, **keywords)
     (sum((layer(x) * w).sum() for layer, x, w in zip(layers, xs, weights, strict=True)) / len(xs[0])).backward()
     optimizer.step()
-    return [old - homogeneous(layer) for old, layer in zip(before, layers, strict=True)], optimizer
+    return [old - layer_values(layer) for old, layer in zip(before, layers, strict=True)], optimizer
 
 
 #: Both factors are wide, only that of the inputs, only that of the outputs, or neither.

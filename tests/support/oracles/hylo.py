@@ -11,7 +11,6 @@ parameters, and every low-rank form is converted to the dense operator that it r
     I       [r]             indices of the rows that a method keeps
 """
 
-import copy
 from collections.abc import Callable, Sequence
 
 import torch
@@ -21,6 +20,7 @@ from secondorder import HyLo
 from tests.support.building import built
 from tests.support.kfac import assert_close
 from tests.support.oracles.ekfac import NORMS, as_matrices, example_gradients
+from tests.support.oracles.kfac import example_rows
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Found = dict[str, Tensor]
@@ -50,35 +50,6 @@ MODES = {
 # ----------------------------------------------------------------------------------------------------------------- Rows
 
 
-def reduced_gradients(
-    model: nn.Module, name: str, inputs: Sequence[Tensor], y: Tensor, loss: Loss, per_position: bool = False
-) -> Found:
-    """``(Σ g)(mean a)ᵀ`` of every example, over all positions of all calls.
-
-    The layer is linear in its parameters, so its own backward pass computes this if every position receives the mean
-    of ``g``. ``per_position`` divides once more by the number of positions.
-    """
-    model = copy.deepcopy(model)
-    layer = model.get_submodule(name)
-    features = 1 if isinstance(layer, nn.modules.conv._ConvNd) else -1
-    prefix = f"{name}." if name else ""
-    names, trained = zip(*((n, p) for n, p in layer.named_parameters() if p.requires_grad), strict=True)
-    calls: list[tuple[tuple[Tensor, ...], Tensor]] = []
-    layer.register_forward_hook(lambda _, args, z: calls.append((tuple(a.detach() for a in args), z)))
-    found = []
-    for n in range(len(y)):
-        calls.clear()
-        value = loss(model(*(x[n : n + 1] for x in inputs)), y[n : n + 1])
-        seen, outputs = zip(*calls, strict=True)
-        gradients = torch.autograd.grad(value, outputs, allow_unused=True, materialize_grads=True)
-        rows = torch.cat([g.movedim(features, -1).flatten(0, -2) for g in gradients])  # [S, d_o]
-        mean = rows.mean(0) / (len(rows) if per_position else 1)
-        again = [layer(*args) for args in seen]
-        everywhere = [mean.expand(z.movedim(features, -1).shape).movedim(-1, features).contiguous() for z in again]
-        found.append(torch.autograd.grad(again, trained, everywhere))
-    return {prefix + n: torch.stack(parts) for n, parts in zip(names, zip(*found, strict=True), strict=True)}
-
-
 def as_rows(model: nn.Module, name: str, found: Found) -> Tensor:
     """``[Γ, N, k]`` of values ``[N, *shape]`` of a layer's parameters, in the order of ``dense_curvature``."""
     layer = model.get_submodule(name)
@@ -97,10 +68,10 @@ def layer_rows(
 ) -> Tensor:
     """U of a layer: from full gradients, or from those that ``reduce`` computes from several positions."""
     inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
-    is_exact = approx == "expand" or isinstance(model.get_submodule(name), (*NORMS, nn.Embedding, nn.EmbeddingBag))
-    if is_exact:
+    if approx == "expand" or isinstance(model.get_submodule(name), (*NORMS, nn.Embedding, nn.EmbeddingBag)):
         return as_rows(model, name, example_gradients(model, inputs, y, loss))
-    return as_rows(model, name, reduced_gradients(model, name, inputs, y, loss))
+    rows = example_rows(model, [name], *inputs, y, loss)[name]
+    return torch.stack([rows.gradient(n, approx) for n in range(len(y))], 1).flatten(2)
 
 
 def vectors_of(model: nn.Module, name: str, kept: Found) -> tuple[Tensor, Tensor]:

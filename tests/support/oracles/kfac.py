@@ -38,9 +38,15 @@ class Rows:
     a: list[Tensor]
     g: list[Tensor]
 
-    def gradient(self, n: int) -> Tensor:
-        """Σ_s g aᵀ of example n: the gradient of its loss, ``[Γ, n_g, n_a]``, or of each column."""
-        return self.g[n].mT @ self.a[n]
+    def gradient(self, n: int, approx: str = "expand") -> Tensor:
+        """Σ_s g aᵀ of example n: the gradient of its loss, ``[Γ, n_g, n_a]``, or of each column.
+
+        With "reduce", it is (Σ_s g)(mean a)ᵀ.
+        """
+        a, g = self.a[n], self.g[n]
+        if approx == "reduce":
+            a, g = a.sum(-2, True) / max(a.shape[-2], 1), g.sum(-2, True)
+        return g.mT @ a
 
     def mean_gradient(self) -> Tensor:
         return sum(self.gradient(n) for n in range(len(self.a))) / len(self.a)
