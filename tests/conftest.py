@@ -76,3 +76,25 @@ def _seed() -> None:
         torch.cuda.manual_seed_all(0)
     if torch.get_num_threads() != THREADS:  # commands of the benchmarks set their own number
         torch.set_num_threads(THREADS)
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Start with an empty cache and counters of `torch.compile`, and leave none behind."""
+    from torch import _dynamo as dynamo
+
+    dynamo.reset()
+    dynamo.utils.counters.clear()
+    yield
+    dynamo.reset()
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    """A default process group whose only rank is this process."""
+    from torch import distributed as dist
+
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -21,7 +21,7 @@ from tests.support.building import built
 from tests.support.grid import pairs
 from tests.support.kfac import all_factors, assert_factors, held_factors, labels, noise, plain_kfac
 from tests.support.models import Net, mlp, seeded_build
-from tests.support.networks import Cell, Masked, Run, scanned
+from tests.support.networks import Cell, applied, masked, scanned
 from tests.support.oracles.kfac import covered_names, expected_factors
 from tests.support.warned import silent, warned
 
@@ -173,7 +173,7 @@ SCRIPTS: dict[str, tuple[Any, Callable[[Any, Tensor], Tensor], Tensor, list[str]
     "samples by parts": (samples, lambda model, x: decoded(model, x).transpose(0, 1), noise(9, 4), None),
     "a projector after the model": (projected, lambda model, x: model.projector(model(x)), ROWS, None),
     "a preview before the model": (projected, previewed, ROWS, ["projector"]),  # the trunk is called twice
-    "a mask first": (Masked, lambda model, x: model(noise(6, 6, seed=3), x), noise(5, 6, 4), None),
+    "a mask first": (masked, lambda model, x: model(noise(6, 6, seed=3), x), noise(5, 6, 4), None),
     "one time first": (timed, lambda model, x: model(noise(1), x), ROWS, ["trunk", "head"]),
     "times first": (timed, lambda model, x: model(x[:, 0], x), ROWS, ["trunk", "head"]),
     "attention": (translation, turned, TOKENS, ["head", "body.encoder.layers.0.linear1"]),
@@ -189,7 +189,7 @@ def loss_of(outputs: Tensor, y: Tensor) -> Tensor:
 def assert_captures(script: str, sizes: int = N, wrapped: Any = lambda model: model, **keywords: Any) -> None:
     """The factors of a script that runs micro-batches are those of single examples."""
     build, function, x, layers = SCRIPTS[script]
-    whole, model = Run(seeded_build(build), function), seeded_build(build)
+    whole, model = applied(seeded_build(build), function), seeded_build(build)
     shape = whole(x).shape[:-1]
     y = labels(shape.numel(), CLASSES).view(shape) if shape else x  # losses need no targets
     names = covered_names(whole) if layers is None else [f"model.{name}" for name in layers]

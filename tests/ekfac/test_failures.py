@@ -14,7 +14,7 @@ from tests.support.building import built
 from tests.support.ekfac import held_bases, network, plain_ekfac, regression, snapshot, standing, train_step, unchanged
 from tests.support.kfac import assert_close, backward, noise
 from tests.support.models import mlp, seeded_build, vectors
-from tests.support.networks import Rescaled
+from tests.support.networks import rescaled
 from tests.support.oracles.ekfac import Reference
 
 LEAVING = {
@@ -56,7 +56,7 @@ def test_a_non_finite_square_is_dropped_for_its_block_alone_and_counted():
         x, y = vectors(seed=seed)
         return x.float(), y
 
-    model = seeded_build(Rescaled).float()
+    model = seeded_build(rescaled).float()
     opt = plain_ekfac(model, lr=0.1, factor_update_steps=100, inv_update_steps=100)
     for seed in range(2):
         train_step(opt, model, *batch(seed), F.cross_entropy)

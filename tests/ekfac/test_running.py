@@ -10,11 +10,11 @@ from torch import nn
 
 from secondorder import EKFAC
 from tests.support import ekfac
-from tests.support.ekfac import HELD, Branches, measured, plain_ekfac, train_step
+from tests.support.ekfac import HELD, branches, measured, plain_ekfac, train_step
 from tests.support.grid import each
 from tests.support.kfac import assert_close, labels, noise
 from tests.support.models import convnet, images, mlp, seeded_build, vectors
-from tests.support.networks import Run, TwoHeads
+from tests.support.networks import TwoHeads, applied
 from tests.support.oracles.kfac import solve
 
 BUILDS = {"mlp": (mlp, vectors), "convnet": (lambda: convnet(stride=2, padding=1), images)}
@@ -128,12 +128,14 @@ def without_its_first_layer(model, x):
 
 FORWARDS = {  # model, its outputs of a batch, the layers whose scales count every step
     "outputs of an unknown class": lambda: (
-        m := Run(mlp(), lambda net, x: SimpleNamespace(logits=net(x))), lambda x: m(x).logits, [m.model[0], m.model[2]],
+        m := applied(mlp(), lambda net, x: SimpleNamespace(logits=net(x))),
+        lambda x: m(x).logits,
+        [m.model[0], m.model[2]],
     ),
     "unused head first": lambda: (m := seeded_build(TwoHeads), lambda x: m(x)[1], [m.trunk, m.right]),
     "compiled": lambda: (m := mlp(), torch.compile(m, backend="aot_eager"), [m[0], m[2]]),
     "with a gradient of inputs": lambda: (m := mlp(), partial(with_a_gradient_of_inputs, m), [m[0], m[2]]),
-    "first layer used once": lambda: (m := seeded_build(Branches), partial(without_its_first_layer, m), [m.used]),
+    "first layer used once": lambda: (m := seeded_build(branches), partial(without_its_first_layer, m), [m.used]),
     "first layer refused": lambda: (m := seeded_build(ChangesItsInput).float(), m, [m.second]),
 }  # fmt: skip
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.support import ekfac, tasks
-from tests.support.ekfac import Branches, held_bases, network, plain_ekfac, regression, standing, state_of, train_step
+from tests.support.ekfac import branches, held_bases, network, plain_ekfac, regression, standing, state_of, train_step
 from tests.support.grid import each
 from tests.support.kfac import assert_close, noise, plain_kfac
 from tests.support.models import mlp, seeded_build, vectors
@@ -174,7 +174,7 @@ def test_full_every_determines_which_updates_are_full():
 
 @pytest.mark.parametrize("estimator", ["intra", "running"])
 def test_a_late_branch_starts_with_a_basis_then_measures_and_keeps_its_scales_without_a_gradient(estimator):
-    model = seeded_build(Branches)
+    model = seeded_build(branches)
     opt = plain_ekfac(model, estimator=estimator)
     with standing(opt):
         for seed in range(6):
@@ -186,7 +186,7 @@ def test_a_late_branch_starts_with_a_basis_then_measures_and_keeps_its_scales_wi
             assert state_of(opt, model.rare)["refreshes"] == (seed >= 3)
     assert state_of(opt, model.rare)["scale_updates"] == (1 if estimator == "intra" else 2)
     if estimator == "intra":
-        ekfac.assert_scales(opt, model, seeded_build(Branches), *vectors(seed=4), F.cross_entropy, ["rare"])
+        ekfac.assert_scales(opt, model, seeded_build(branches), *vectors(seed=4), F.cross_entropy, ["rare"])
 
 
 @pytest.mark.parametrize("transport", ["project", "kfac", "none"])
@@ -307,11 +307,11 @@ def test_a_checkpoint_whose_options_exclude_those_of_the_optimizer_is_refused_as
 @pytest.mark.parametrize("transport", ["project", "recompute"])
 def test_the_scale_of_a_layer_without_rows_in_some_micro_batches(transport):
     """Examples that did not reach the layer have a gradient of zero."""
-    model, batches = seeded_build(Branches), [vectors(seed=seed) for seed in range(2)]
+    model, batches = seeded_build(branches), [vectors(seed=seed) for seed in range(2)]
     opt = plain_ekfac(model, lr=0.0, scale_decay=0.0, transport=transport, inv_update_steps=1)
     for _ in range(3):
         opt.zero_grad()
         for model.both, (x, y) in zip((True, False), batches, strict=True):
             (F.cross_entropy(model(x), y) / 2).backward()
         opt.step()
-    ekfac.assert_scales(opt, model, seeded_build(Branches), *batches[0], F.cross_entropy, ["rare"], factor=0.5)
+    ekfac.assert_scales(opt, model, seeded_build(branches), *batches[0], F.cross_entropy, ["rare"], factor=0.5)

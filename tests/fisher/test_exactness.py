@@ -20,7 +20,7 @@ from tests.support.grid import each, pairs
 from tests.support.kfac import all_factors, assert_close, assert_factors, labels, noise, twin
 from tests.support.layer_cases import CASES, ONE_OF_EACH
 from tests.support.models import Tokens, convnet, images, mlp, seeded_build, vectors
-from tests.support.networks import NORMED, Mixing, Repeated, Run, TwoHeads
+from tests.support.networks import NORMED, TwoHeads, applied, mixing
 from tests.support.oracles.ekfac import over_null_spaces
 from tests.support.oracles.fisher import (
     LOSSES,
@@ -162,8 +162,9 @@ def frozen(part: str) -> nn.Module:
     return model
 
 
-def mixing(mixes: bool = True) -> nn.Module:
-    return seeded_build(lambda: Mixing(mixes))
+def repeated() -> nn.Module:
+    layer = nn.Linear(4, 4)
+    return nn.Sequential(layer, nn.Tanh(), layer, nn.Tanh(), nn.Linear(4, 3))
 
 
 def of_groups() -> nn.Module:
@@ -195,7 +196,7 @@ DEFINITIONS: dict[str, Callable[[], Case]] = {
     "a layer that is the model": lambda: known("categorical", seeded_build(lambda: nn.Linear(4, 3)), X),
     "pooled tokens": lambda: known("bernoulli", seeded_build(lambda: Tokens(read="mean")), TOKENS),
     "classes of pooled tokens": lambda: known("categorical", seeded_build(lambda: Tokens(read="mean")), TOKENS),
-    "a layer called twice": lambda: known("categorical", seeded_build(lambda: Repeated(False)), X),
+    "a layer called twice": lambda: known("categorical", seeded_build(repeated), X),
     # every entry of an example's output is an output of the model; positions interact in the layers before it
     **{f"entries {loss}": lambda loss=loss: known(loss, mixing(), TOKENS) for loss in BY_ENTRY},
     "tokens": lambda: classified(mixing(), TOKENS, ALL),
@@ -317,7 +318,7 @@ def test_outputs_with_the_batch_on_their_second_axis(method, loss, reduction, ba
     if loss == "categorical":
         y, value = token_labels(*shape, ignored=False), token_mean(shape[1] if reduction == "mean" else 1)
     rows = observed(mixing(), ["inner", "outer"], x, y, value)
-    model = Run(mixing(), lambda tokens, x: tokens(x.transpose(0, 1)).transpose(0, 1))
+    model = applied(mixing(), lambda tokens, x: tokens(x.transpose(0, 1)).transpose(0, 1))
     opt = still(model, "exact", method, batch_dim=1, loss_reduction=reduction, inv_update_steps=1000)
     for _ in range(2):
         opt.zero_grad()

@@ -4,12 +4,10 @@ import contextlib
 import copy
 import gc
 import weakref
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -28,8 +26,16 @@ from tests.support.kfac import (
     twin,
 )
 from tests.support.models import convnet, images, mlp, seeded_build, vectors
-from tests.support.networks import Run, Sometimes, reused
-from tests.support.oracles.fisher import METHODS, assert_observed, observed, observed_step, state_of, still, unrelated
+from tests.support.networks import Sometimes, applied, reused
+from tests.support.oracles.fisher import (
+    METHODS,
+    assert_observed,
+    cross_entropy,
+    observed,
+    observed_step,
+    still,
+    unrelated,
+)
 from tests.support.oracles.kfac import covered_names, expected_factors, kron
 from tests.support.tasks import assert_identical
 from tests.support.warned import silent
@@ -40,12 +46,9 @@ fishers = pytest.mark.parametrize("fisher", OBSERVED)
 REFUSED = (RuntimeError, ValueError, NotImplementedError)
 
 
-def summed(f: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(f, y, reduction="sum")
-
-
-def exact_factors(model: nn.Module, x: Tensor, y: Tensor, loss=summed, approx: str = "expand"):
-    return {name: rows.factors(approx) for name, rows in observed(model, covered_names(model), x, y, loss).items()}
+def exact_factors(model: nn.Module, x: Tensor, y: Tensor):
+    rows = observed(model, covered_names(model), x, y, cross_entropy)
+    return {name: found.factors() for name, found in rows.items()}
 
 
 def categorical_step(opt, model: nn.Module, x: Tensor, y: Tensor) -> None:
@@ -214,7 +217,7 @@ def test_autocast(fisher, inside):
 def test_the_loss_scale_does_not_enter(method, known):
     """Only the backward of the objective is scaled, so the optimizer need not know the scaler."""
     model, (x, y) = mlp((4, 5, 3)), vectors()
-    rows = observed(twin(model), ["0", "2"], x, y, summed)
+    rows = observed(twin(model), ["0", "2"], x, y, cross_entropy)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     opt = still(model, "exact", method, inv_update_steps=1000, **({"grad_scaler": scaler} if known else {}))
     for _ in range(2):
@@ -246,15 +249,8 @@ def test_activation_checkpointing(fisher, method):
         assert_close(again, plain, 1e-9)
 
 
-@pytest.fixture
-def process_group() -> Iterator[None]:
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
-
-
 @each(fisher=OBSERVED, method=METHODS)
-@pytest.mark.usefixtures("process_group")
+@pytest.mark.usefixtures("group_of_one")
 def test_data_parallel_with_one_process(fisher, method):
     """All micro-batches except the last one are under ``no_sync``."""
     (x, y), found = vectors(8), []
@@ -357,7 +353,7 @@ def test_forwards_without_backward_keep_nothing(method, fisher):
 
 def test_a_part_of_the_outputs_is_enough_and_forwards_in_between_do_not_matter():
     """The program keeps one tensor of a dictionary, and an evaluation comes before ``observe``."""
-    model, (x, y) = seeded_build(lambda: Run(mlp(), lambda net, x: {"inputs": x, "logits": net(x)})), vectors()
+    model, (x, y) = seeded_build(lambda: applied(mlp(), lambda net, x: {"inputs": x, "logits": net(x)})), vectors()
     expected = exact_factors(twin(model.model), x, y)
     opt = still(model, "exact")
     logits = model(x)["logits"].view(6, 3)
@@ -546,9 +542,9 @@ def test_ekfac_s_scales_may_be_due_without_the_factors():
     held = all_factors(opt, model)
     for seed in (1, 2, 3):
         a, b = vectors(5, seed=seed)
-        rows = observed(mlp(), ["0", "2"], a, b, summed)
+        rows = observed(mlp(), ["0", "2"], a, b, cross_entropy)
         observed_step(opt, model, a, "categorical")
         for name, found in rows.items():
-            state = state_of(opt, model, name)
+            state = layer_state(opt, model, name)
             assert_close(state["scale"], found.scale(state["basis_a"], state["basis_g"]), 1e-9, name)
         assert torch.equal(held_factors(opt, model, "0")[1], held["0"][1])

@@ -21,7 +21,7 @@ from tests.support.kfac import (
     train_step,
     twin,
 )
-from tests.support.models import mlp, seeded_build, vectors
+from tests.support.models import Net, mlp, seeded_build, vectors
 from tests.support.oracles.ekfac import damped_power
 from tests.support.oracles.fisher import METHODS, STILL, quiet
 from tests.support.oracles.kfac import expected_factors, layer_values, pi_factors, solve, solve_pi
@@ -115,16 +115,10 @@ def test_the_burn_in_of_scales_counts_their_own_updates():
 
 
 # ---------------------------------------------------------------- Decay per step
-class Constant(nn.Module):
+def constant() -> Net:
     """A layer whose A is the square of its input, and which may be left out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.other = nn.Linear(1, 2, bias=False), nn.Linear(1, 2, bias=False)
-        self.rests = False
-
-    def forward(self, x):
-        return self.other(x) if self.rests else self.layer(x) + self.other(x)
+    layers = {"layer": nn.Linear(1, 2, bias=False), "other": nn.Linear(1, 2, bias=False)}
+    return Net(lambda net, x: net.other(x) if net.rests else net.layer(x) + net.other(x), rests=False, **layers)
 
 
 def of_step(t: int) -> tuple[Tensor, Tensor]:
@@ -140,7 +134,7 @@ def assert_mean_of_squares(state, updates: list[tuple[float, int]]) -> None:
 
 @pytest.mark.parametrize("changed", [{"factor_update_steps": 2}, {"decay_per_step": True}], ids=str)
 def test_options_may_change_during_a_run(changed):
-    model, per_step = seeded_build(Constant), "decay_per_step" in changed
+    model, per_step = seeded_build(constant), "decay_per_step" in changed
     options = {"decay_per_step": not per_step, "factor_update_steps": 2 if per_step else 1}
     opt = quiet(lambda: plain_kfac(model, lr=0.0, factor_decay=0.8, inv_update_steps=12, **options))
     if per_step:
@@ -172,14 +166,14 @@ def test_decay_per_step_counts_the_steps_between_updates(method, schedule, resum
     """The first update of a layer may be off the grid, and it may miss later ones."""
     options, times, active = SCHEDULES[schedule]
     options = {"lr": 0.0, "decay_per_step": True, "factor_decay": 0.9, **options}
-    model = seeded_build(Constant)
+    model = seeded_build(constant)
     opt = built(method, model, **options)
     for t in range(17):
         model.rests = t not in active
         train_step(opt, model, *of_step(t), F.mse_loss)
         if resumes and t in (3, 7, 12):
             saved = opt.state_dict()
-            model = seeded_build(Constant)
+            model = seeded_build(constant)
             opt = built(method, model, **options)
             opt.load_state_dict(saved)
     state = opt.state[model.layer.weight]

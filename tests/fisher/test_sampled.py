@@ -26,7 +26,7 @@ from tests.support.kfac import (
     twin,
 )
 from tests.support.models import Tokens, convnet, images, mlp, seeded_build, vectors
-from tests.support.networks import Mixing, TwoHeads
+from tests.support.networks import TwoHeads, mixing
 from tests.support.oracles.fisher import (
     LOSSES,
     METHODS,
@@ -116,7 +116,7 @@ PROBLEMS = {
         lambda: convnet(stride=2, padding=1), images(2)[0], "categorical", None, cross_entropy, labels(2, 3), 0.1
     ),
     # a common draw for all tokens of an example, or for all heads, would have cross terms between them
-    "tokens": (lambda: seeded_build(Mixing), noise(2, 3, 3), "categorical", IGNORING, token_mean, IGNORING, 0.1),
+    "tokens": (lambda: mixing(), noise(2, 3, 3), "categorical", IGNORING, token_mean, IGNORING, 0.1),
     "heads": (
         lambda: seeded_build(lambda: TwoHeads(3)), noise(3, 3), ("categorical", "gaussian"), None,
         of_two_heads, (labels(3, 3), noise(3, 2)), 0.05,

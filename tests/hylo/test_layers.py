@@ -13,7 +13,7 @@ from tests.support.building import built
 from tests.support.grid import each
 from tests.support.kfac import assert_close, labels, noise
 from tests.support.layer_cases import CASES, ONE_OF_EACH
-from tests.support.models import Tokens, images, seeded_build, vectors
+from tests.support.models import Net, Tokens, images, seeded_build, vectors
 from tests.support.networks import NORMED, TOKENS, Normed, Sometimes, Words, around, squares
 from tests.support.oracles.ekfac import example_gradients
 from tests.support.oracles.hylo import (
@@ -151,19 +151,15 @@ def test_a_layer_that_a_step_does_not_reach():
     assert_close(opt.dense_curvature("second"), before, 1e-12)
 
 
-class Branching(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.sometimes, self.always = nn.Linear(4, 4), nn.Linear(4, 2)
-
-    def forward(self, x, through):
-        return self.always(self.sometimes(x) if through else x)
+def branching() -> Net:
+    layers = {"sometimes": nn.Linear(4, 4), "always": nn.Linear(4, 2)}
+    return Net(lambda net, x, through: net.always(net.sometimes(x) if through else x), **layers)
 
 
 @each(mode=["kid", "kis", "sngd"], fraction=[0.1, 1.0])
 def test_a_layer_that_only_some_micro_batches_use(mode, fraction):
     """Its rows are those of the examples that used it, but F is the mean over all examples of the step."""
-    model = Branching().double()
+    model = branching().double()
     opt = plain_hylo(model, mode=mode, rank_fraction=fraction, damping=0.1)
     x, _ = vectors(16)
     for part, through in zip(x.chunk(2), (True, False), strict=True):
@@ -181,19 +177,15 @@ def test_a_layer_that_only_some_micro_batches_use(mode, fraction):
 # ----------------------------------------------------------------------------------------------------------- Embeddings
 
 
-class Table(nn.Module):
-    def __init__(self, entries=8193, d=2) -> None:
-        super().__init__()
-        self.words, self.head = nn.Embedding(entries, d), nn.Linear(d, 3)
-
-    def forward(self, index):
-        return self.head(torch.tanh(self.words(index)).mean(1))
+def table(entries: int = 8193, d: int = 2) -> Net:
+    layers = {"words": nn.Embedding(entries, d), "head": nn.Linear(d, 3)}
+    return Net(lambda net, index: net.head(torch.tanh(net.words(index)).mean(1)), **layers)
 
 
 @approximations
 def test_the_rows_of_a_large_table_are_exact(approx):
     """Beyond 8192 entries no vector is as long as the table, so nothing is reduced."""
-    model, plain, y = seeded_build(Table), seeded_build(Table), labels(5, 3)
+    model, plain, y = seeded_build(table), seeded_build(table), labels(5, 3)
     kept = step(plain_hylo(model, approx=approx), model, TOKENS, y, F.cross_entropy)
     U = example_gradients(plain, TOKENS, y, F.cross_entropy)["words.weight"][:, :6].flatten(1)[None]
     V, moved = (values["words.weight"].detach()[:6].reshape(1, -1) for values in (gradients(model), kept))
@@ -204,7 +196,7 @@ def test_the_rows_of_a_large_table_are_exact(approx):
 @each(lengths={"5-7": (5, 7), "7-5": (7, 5), "7-3-9": (7, 3, 9)}, cheaper=[False, True])
 def test_a_table_of_six_and_micro_batches_of_different_lengths(lengths, cheaper):
     """Rows are indices with fewer positions than the table has columns, and per-example gradients with more."""
-    model, plain = (seeded_build(lambda: Table(6, 4)) for _ in range(2))
+    model, plain = (seeded_build(lambda: table(6, 4)) for _ in range(2))
     opt = plain_hylo(model, kfac_when_cheaper=cheaper)
     found = []
     for seed, length in enumerate(lengths):
@@ -290,18 +282,14 @@ def test_in_place_activations_views_and_memory_layouts_change_nothing(approx):
             check_block(opt, model, name, U, kept, 1e-2)
 
 
-class Positions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.place, self.head = nn.Embedding(4, 3), nn.Linear(3, 3)
-
-    def forward(self, x):
-        return self.head(torch.tanh(x + self.place(torch.arange(4)))).mean(1)
+def positions() -> Net:
+    layers = {"place": nn.Embedding(4, 3), "head": nn.Linear(3, 3)}
+    return Net(lambda net, x: net.head(torch.tanh(x + net.place(torch.arange(4)))).mean(1), **layers)
 
 
 def test_position_embeddings_that_all_examples_share_follow_the_fallback():
     """They are looked up once for the batch; only that layer follows the fallback rule, with a reason."""
-    model, plain = seeded_build(Positions), seeded_build(Positions)
+    model, plain = seeded_build(positions), seeded_build(positions)
     x, y = noise(5, 4, 3), labels(5, 3)
     opt = plain_hylo(model, lr=1.0)
     with pytest.warns(UserWarning, match="place: .* shared by the whole batch"):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from secondorder.linalg import selection, stacks
 from tests.support.grid import each, pairs
 from tests.support.kfac import assert_close, noise
-from tests.support.models import convnet, images, mlp, seeded_build, vectors
+from tests.support.models import Net, convnet, images, mlp, seeded_build, vectors
 from tests.support.networks import squares
 from tests.support.oracles.hylo import (
     LATER,
@@ -250,23 +250,20 @@ def fewest(U: Tensor, share: float) -> int:
     return next((r for r, part in enumerate(left, 1) if part <= 1 - share), len(order))
 
 
-class Spread(nn.Module):
+def spread() -> Net:
     """A grouped convolution, a narrow and a wide layer: kernels of different energies."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(4, 6, 2, groups=2)
-        self.narrow, self.wide = nn.Linear(24, 1), nn.Linear(24, 6)
+    def forward(net: Net, x: Tensor) -> Tensor:
+        z = torch.tanh(net.conv(x)).flatten(1)
+        return net.narrow(z) + net.wide(z)
 
-    def forward(self, x: Tensor) -> Tensor:
-        z = torch.tanh(self.conv(x)).flatten(1)
-        return self.narrow(z) + self.wide(z)
+    return Net(forward, conv=nn.Conv2d(4, 6, 2, groups=2), narrow=nn.Linear(24, 1), wide=nn.Linear(24, 6))
 
 
 @pytest.mark.parametrize("mode", ["kid", "kis"])
 def test_with_an_energy_each_layer_has_its_own_rank(mode):
     """It is the largest rank that a group needs, rounded up to a multiple of 8, and at most the number of rows."""
-    model, plain = seeded_build(Spread), seeded_build(Spread)
+    model, plain = seeded_build(spread), seeded_build(spread)
     x, y = noise(30, 4, 3, 3), noise(30, 6, seed=3)
     x[:, 2:] = 0  # the second group has only a bias
     wanted = {}

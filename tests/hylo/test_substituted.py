@@ -12,7 +12,7 @@ from secondorder import KFAC, HyLo, RowOptions
 from tests.support.building import built
 from tests.support.grid import pairs
 from tests.support.kfac import assert_close, noise
-from tests.support.models import images, mlp, seeded_build, vectors
+from tests.support.models import Net, images, mlp, seeded_build, vectors
 from tests.support.networks import squares
 from tests.support.oracles.hylo import check_block, layer_rows, plain_hylo, step, vectors_of
 from tests.support.oracles.kfac import expected_factors, solve_exact
@@ -136,15 +136,10 @@ def test_factors_are_running_means_weighted_by_examples() -> None:
 # ----------------------------------------- The factors are those of KFAC, which sums them call by call and keeps no row
 
 
-class Attention(nn.Module):
+def attention() -> Net:
     """Three calls fill one block of three groups; keys and queries differ in length."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
-
-    def forward(self, query: Tensor, key: Tensor) -> Tensor:
-        return self.attention(query, key, key, need_weights=False)[0]
+    layer = nn.MultiheadAttention(4, 2, batch_first=True)
+    return Net(lambda net, query, key: net.attention(query, key, key, need_weights=False)[0], attention=layer)
 
 
 def linear() -> nn.Module:
@@ -159,7 +154,7 @@ BATCHES = {
     "tokens": (linear, [(noise(40, 6, 4),)]),
     "sequences of two lengths": (linear, [(noise(40, 6, 4),), (noise(30, 9, 4, seed=1),)]),
     "groups": (convolutions, [(noise(60, 4, 6, 6),)]),
-    "attention": (Attention, [(noise(60, 5, 4), noise(60, 7, 4, seed=1))]),
+    "attention": (attention, [(noise(60, 5, 4), noise(60, 7, 4, seed=1))]),
 }
 
 

@@ -17,7 +17,7 @@ from secondorder import EKFAC, KFAC, HyLo
 from tests.support.building import built
 from tests.support.kfac import held_factors, labels, noise
 from tests.support.models import seeded_build
-from tests.support.networks import Cell, Masked, Run, scanned
+from tests.support.networks import Cell, applied, masked, scanned
 from tests.support.oracles.ekfac import exact_fisher, layer_gradients, measured_scales, operator
 
 EXAMPLES, TIMES, WIDTH, CLASSES = 8, 6, 4, 10
@@ -42,7 +42,7 @@ def transposed(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 SCRIPTS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], Tensor], tuple[str, ...]]] = {
     "a loop over time": (Cell, lambda cell, x: transposed(partial(scanned, cell), x), ("inner", "outer")),
-    "a mask first": (Masked, lambda model, x: model(noise(TIMES, TIMES, seed=3), x), ("inner", "outer")),
+    "a mask first": (masked, lambda model, x: model(noise(TIMES, TIMES, seed=3), x), ("inner", "outer")),
     "attention": (lambda: TimesFirst(nn.MultiheadAttention(WIDTH, 2), False), transposed, ("norm", "outer")),
     "attention, flattened": (lambda: TimesFirst(nn.MultiheadAttention(WIDTH, 2), True), transposed, ("norm", "outer")),
     "a recurrent layer": (lambda: TimesFirst(nn.GRU(WIDTH, WIDTH), False), transposed, ("norm", "outer")),
@@ -61,7 +61,7 @@ def test_curvature_is_that_of_single_examples(script: str, method: Any) -> None:
     build, function, names = SCRIPTS[script]
     model = seeded_build(build)
     x, y = noise(EXAMPLES, TIMES, WIDTH), labels(EXAMPLES * TIMES, CLASSES).view(EXAMPLES, TIMES)
-    whole = Run(copy.deepcopy(model), function)
+    whole = applied(copy.deepcopy(model), function)
     rows = {"update_steps": 1, "rank_fraction": 1.0, "approx": "expand"}
     every_step = {"factor_update_steps": 1, "inv_update_steps": 1, "scale_decay": 0.0}
     opt = built(method, model, lr=0.0, damping=0.1, **(rows if method is HyLo else every_step))
@@ -112,7 +112,7 @@ def test_a_scale_of_one_drawn_example_with_times_first() -> None:
     """There are twice as many times as examples, so a part of the first dimension could be taken for examples."""
     model, examples = seeded_build(lambda: TimesFirst(nn.MultiheadAttention(WIDTH, 1), False)), 4
     x, y = noise(examples, 2 * examples, WIDTH), labels(2 * examples**2, CLASSES).view(examples, -1)
-    gradients = layer_gradients(Run(copy.deepcopy(model), transposed), "model.outer", x, y, loss)
+    gradients = layer_gradients(applied(copy.deepcopy(model), transposed), "model.outer", x, y, loss)
     opt = built(
         EKFAC, model, lr=0.0, damping=0.1, factor_update_steps=1, inv_update_steps=100, scale_decay=0.0,
         scale_batch_size=1, refresh_warmup=False,

@@ -10,8 +10,8 @@ from torch import nn
 from tests.support import kfac
 from tests.support.grid import each, pairs
 from tests.support.kfac import all_factors, assert_solves, next_directions, noise, plain_kfac, train_step, twin
-from tests.support.models import mlp, seeded_build, vectors
-from tests.support.networks import Rescaled
+from tests.support.models import Net, mlp, seeded_build, vectors
+from tests.support.networks import rescaled
 from tests.support.oracles.kfac import expected_factors, solve_exact, solve_pi
 
 
@@ -136,15 +136,13 @@ def test_a_loaded_state_has_no_failures(monkeypatch, method):
     assert {state["refreshes"] for state in opt.state.values() if "refreshes" in state} == {1}
 
 
-class Two(nn.Module):
+def two() -> Net:
     """Layers of one shape, of which the second is recognized by its first feature."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.good, self.bad = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    def forward(net, x):
+        return net.good(x) + net.bad(x * torch.tensor([100.0, 1.0, 1.0, 1.0], dtype=x.dtype))
 
-    def forward(self, x):
-        return self.good(x) + self.bad(x * torch.tensor([100.0, 1.0, 1.0, 1.0], dtype=x.dtype))
+    return Net(forward, good=nn.Linear(4, 4, bias=False), bad=nn.Linear(4, 4, bias=False))
 
 
 @pytest.mark.parametrize("mode", ["raise", "nan"])
@@ -155,7 +153,7 @@ def test_a_bad_matrix_does_not_affect_others_of_its_shape(monkeypatch, mode):
         diagonal = matrices.diagonal(dim1=-2, dim2=-1)
         return bool((diagonal[..., 0] > 0.95 * diagonal.sum(-1)).any())
 
-    model, x, y = seeded_build(Two), noise(20, 4), noise(20, 4, seed=1)
+    model, x, y = seeded_build(two), noise(20, 4), noise(20, 4, seed=1)
     faults = inject(monkeypatch, "eigen", mode, dominated_by_the_first)
     opt = plain_kfac(model, lr=0.1)
     moved = next_directions(opt, model, x, y, F.mse_loss)
@@ -166,7 +164,7 @@ def test_a_bad_matrix_does_not_affect_others_of_its_shape(monkeypatch, mode):
 
 @methods
 def test_an_overflowing_statistic_is_dropped_for_its_block_alone(method):
-    model, (x, y) = seeded_build(Rescaled).float(), vectors()
+    model, (x, y) = seeded_build(rescaled).float(), vectors()
     opt = plain_kfac(model, lr=0.1, inverse_method=method, factor_decay=0.5)
     train_step(opt, model, x.float(), y, F.cross_entropy)
     held = all_factors(opt, model)
@@ -182,7 +180,7 @@ def test_an_overflowing_statistic_is_dropped_for_its_block_alone(method):
 
 
 def test_an_overflow_in_the_first_statistic_leaves_the_block_without_estimate():
-    model, (x, y) = seeded_build(Rescaled).float(), vectors()
+    model, (x, y) = seeded_build(rescaled).float(), vectors()
     model.scale = 1e25
     opt = plain_kfac(model, lr=0.1)
     gradient, step = next_directions(opt, model, x.float(), y, F.cross_entropy)["first"]

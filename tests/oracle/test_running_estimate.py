@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.support import kfac
-from tests.support.ekfac import Branches
+from tests.support.ekfac import branches
 from tests.support.kfac import all_factors, assert_close, held_factors, layer_state, plain_kfac, train_step
 from tests.support.models import mlp, seeded_build, vectors
 from tests.support.oracles.kfac import expected_factors, solve_exact
@@ -79,14 +79,14 @@ def test_factors_and_factorizations_are_renewed_when_they_are_due(layers, option
 
 def test_a_late_branch_is_estimated_and_factorized_when_it_first_appears():
     """At t = 3 nothing else is due; afterwards it follows the common schedule."""
-    model, (x, y) = seeded_build(Branches), vectors()
+    model, (x, y) = seeded_build(branches), vectors()
     model.both = False
     opt = plain_kfac(model, lr=0.1, factor_update_steps=5, inv_update_steps=5)
     for _ in range(3):
         train_step(opt, model, x, y, F.cross_entropy)
     assert layer_state(opt, model, "rare").get("factor_updates", 0) == 0
     model.both = True
-    plain = seeded_build(Branches)
+    plain = seeded_build(branches)
     plain.load_state_dict(model.state_dict())
     expected = expected_factors(plain, x, y, F.cross_entropy, names=["rare"])
     moved = kfac.next_directions(opt, model, x, y, F.cross_entropy)

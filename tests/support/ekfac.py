@@ -10,7 +10,7 @@ from secondorder import EKFAC
 from tests.support import kfac
 from tests.support.building import built
 from tests.support.kfac import assert_close, backward, noise, owner, train_step
-from tests.support.models import mlp
+from tests.support.models import Net, mlp
 from tests.support.oracles.ekfac import mean_gradient, measured_scales, values
 from tests.support.oracles.kfac import covered_names
 
@@ -105,13 +105,7 @@ def unchanged(opt, layer, before, keys=("scale", "scale_weight", "scale_updates"
     return all(torch.equal(*map(torch.as_tensor, (state[key], before[key]))) for key in keys)
 
 
-class Branches(nn.Module):
+def branches() -> Net:
     """A network whose first layer takes part in some forward passes only; build it with ``seeded_build``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rare, self.used = nn.Linear(4, 3), nn.Linear(4, 3)
-        self.both = True
-
-    def forward(self, x):
-        return self.used(x) + self.rare(x) if self.both else self.used(x)
+    layers = {"rare": nn.Linear(4, 3), "used": nn.Linear(4, 3)}
+    return Net(lambda net, x: net.used(x) + net.rare(x) if net.both else net.used(x), both=True, **layers)

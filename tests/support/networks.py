@@ -5,7 +5,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.kfac import noise
-from tests.support.models import images, seeded_build
+from tests.support.models import Net, images, seeded_build
 
 
 def squares(output, target):
@@ -13,40 +13,14 @@ def squares(output, target):
     return (torch.tanh(output) - target).square().flatten(1).sum(1).mean()
 
 
-class Flattened(nn.Module):
-    """Moves the tokens into the batch axis before its layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.outer = nn.Linear(3, 4), nn.Linear(4, 2)
-
-    def forward(self, x):
-        z = self.outer(torch.tanh(self.inner(x.flatten(0, -2))))
-        return z.view(*x.shape[:-1], -1)
-
-
-class Sequence(nn.Module):
-    """Layers see time on the first axis; ``first`` means that the input has it there, too."""
-
-    def __init__(self, first: bool) -> None:
-        super().__init__()
-        self.inner, self.outer, self.first = nn.Linear(3, 4), nn.Linear(4, 3), first
-
-    def forward(self, x):
-        x = x if self.first else x.transpose(0, 1)
-        return self.outer(torch.tanh(self.inner(x))).mean(0)
-
-
-class Mixing(nn.Module):
+def mixing(mixes: bool = True) -> Net:
     """Outputs ``[N, S, 3]`` per token; with ``mixes``, they also depend on other tokens of the example."""
 
-    def __init__(self, mixes: bool = True) -> None:
-        super().__init__()
-        self.inner, self.outer, self.mixes = nn.Linear(3, 4), nn.Linear(4, 3), mixes
+    def forward(net, x):
+        h = torch.tanh(net.inner(x))
+        return net.outer(h + torch.cumsum(h, 1).square() / 4 if mixes else h)
 
-    def forward(self, x):
-        h = torch.tanh(self.inner(x))
-        return self.outer(h + torch.cumsum(h, 1).square() / 4 if self.mixes else h)
+    return seeded_build(lambda: Net(forward, inner=nn.Linear(3, 4), outer=nn.Linear(4, 3)))
 
 
 class TwoHeads(nn.Module):
@@ -59,38 +33,17 @@ class TwoHeads(nn.Module):
         return self.left(h), self.right(h)
 
 
-class Rescaled(nn.Module):
+def rescaled() -> Net:
     """``scale`` multiplies the first layer's inputs and divides its outputs: gradients stay, but squares overflow."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 3)
-        self.scale = 1.0
+    def forward(net, x):
+        return net.second(torch.tanh(net.first(x * net.scale) / net.scale))
 
-    def forward(self, x):
-        return self.second(torch.tanh(self.first(x * self.scale) / self.scale))
+    return Net(forward, first=nn.Linear(4, 4, bias=False), second=nn.Linear(4, 3), scale=1.0)
 
 
 CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
-SIZES = {1: (7,), 2: (5, 4), 3: (3, 4, 3)}
-
-
-class Repeated(nn.Module):
-    """One layer that is called several times, under one name or under two."""
-
-    def __init__(self, tied: bool, times: int = 2) -> None:
-        super().__init__()
-        self.layer, self.head, self.times = nn.Linear(4, 4), nn.Linear(4, 3), times
-        self.other = nn.Linear(4, 4) if tied else self.layer
-        self.other.weight, self.other.bias = self.layer.weight, self.layer.bias
-
-    def forward(self, x):
-        x = torch.tanh(self.layer(x))
-        for _ in range(self.times - 1):
-            x = torch.tanh(self.other(x))
-        x = self.head(x)
-        return x if x.ndim == 2 else x.mean(1)
 
 
 class Sometimes(nn.Module):
@@ -210,15 +163,9 @@ def reused(**options) -> Reused:
     return seeded_build(lambda: Reused(**options))
 
 
-class Run(nn.Module):
+def applied(model, function) -> Net:
     """Applies a function with a model to a batch, so that the oracle can take single examples."""
-
-    def __init__(self, model, function) -> None:
-        super().__init__()
-        self.model, self.function = model, function
-
-    def forward(self, x):
-        return self.function(self.model, x)
+    return Net(lambda net, x: function(net.model, x), model=model)
 
 
 class Cell(nn.Module):
@@ -242,12 +189,7 @@ def scanned(cell, xs):
     return torch.stack(outputs)
 
 
-class Masked(nn.Module):
+def masked() -> Net:
     """Takes a mask, which is shared by all examples, before the batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 10)
-
-    def forward(self, mask, x):
-        return self.outer(mask @ torch.tanh(self.inner(x)))
+    layers = {"inner": nn.Linear(4, 4), "outer": nn.Linear(4, 10)}
+    return Net(lambda net, mask, x: net.outer(mask @ torch.tanh(net.inner(x))), **layers)
