@@ -11,8 +11,7 @@ from secondorder import KFAC, MFAC, LowRank, MemOpt, SecondOrderOptimizer, Spars
 from secondorder.comm import DedicatedWorkers, Local, LocalFactors, from_name
 from secondorder.comm.names import STRATEGIES
 from secondorder.methods.names import ALIASES, METHODS, resolve
-from tests.support.kfac import noise
-from tests.support.models import mlp
+from tests.support.models import fit, mlp
 
 
 @pytest.fixture
@@ -22,14 +21,6 @@ def model():
 
 def compression_of(optimizer):
     return optimizer.preconditioner.structure.compression
-
-
-def trained(optimizer, model, steps=3):
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(noise(8, 6)).square().mean().backward()
-        optimizer.step()
-    return [p.detach() for p in model.parameters()]
 
 
 # ---------------------------------------------------------------------- methods
@@ -45,7 +36,7 @@ def test_every_name_builds_and_trains(name, model):
     before = [p.detach().clone() for p in model.parameters()]
     with secondorder.create(name, model, lr=1e-3) as optimizer:
         assert type(optimizer) is METHODS[resolve(name).method]
-        after = trained(optimizer, model)
+        after = fit(model, optimizer, 8, 6, steps=3)
     assert not all(map(torch.equal, before, after))
     assert all(p.isfinite().all() for p in after)
 
@@ -90,8 +81,8 @@ def test_a_keyword_of_the_caller_wins_over_the_alias(model):
 
 def test_a_name_is_equivalent_to_its_class(model):
     twin = mlp((6, 5, 3))
-    by_name = trained(secondorder.create("inverse", model, lr=0.05, damping=0.1), model)
-    by_class = trained(KFAC(twin, lr=0.05, damping=0.1, inverse_method="cholesky"), twin)
+    by_name = fit(model, secondorder.create("inverse", model, lr=0.05, damping=0.1), 8, 6, steps=3)
+    by_class = fit(twin, KFAC(twin, lr=0.05, damping=0.1, inverse_method="cholesky"), 8, 6, steps=3)
     assert all(map(torch.equal, by_name, by_class))
 
 

@@ -14,8 +14,7 @@ from benchmarks.recipes.building import from_flat
 from secondorder.methods.documentation import EXPERT, USUAL
 from secondorder.preconditioners.keywords import OBJECTS, flat_names
 from secondorder.switching import EpochList
-from tests.support.kfac import noise
-from tests.support.models import seeded_build
+from tests.support.models import fit, seeded_build
 
 #: Maximum number of keyword-only arguments of each constructor.
 LIMITS = {so.KFAC: 35, so.EKFAC: 38, so.HyLo: 30, so.MFAC: 26, so.SparseMFAC: 26, so.GGT: 26}
@@ -24,14 +23,6 @@ METHODS = pytest.mark.parametrize("method", LIMITS, ids=lambda method: method.__
 
 def net():
     return seeded_build(lambda: nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 4)))
-
-
-def steps(model, optimizer, count=4):
-    for step in range(count):
-        optimizer.zero_grad()
-        model(noise(16, 6, seed=step)).square().mean().backward()
-        optimizer.step()
-    return [p.detach() for p in model.parameters()]
 
 
 # ---------------------------------------------------------------------- signatures
@@ -177,7 +168,7 @@ def test_an_object_is_equivalent_to_the_keys_of_a_group(method, chosen):
     keys.pop("tied", None)
     by_keys = method([{"params": list(models[1].parameters()), **keys}], module=models[1], lr=0.1, **often, **rest)
     made = by_objects, by_keys, method(models[2], lr=0.1, **often, **rest)
-    found = [steps(*pair) for pair in zip(models, made, strict=True)]
+    found = [fit(*pair, 16, 6, steps=4) for pair in zip(models, made, strict=True)]
     assert all(map(torch.equal, found[0], found[1]))
     assert not all(map(torch.equal, found[0], found[2]))
 

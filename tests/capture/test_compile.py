@@ -25,14 +25,7 @@ from tests.support.oracles.kfac import expected_factors
 from tests.support.warned import silent, warned
 
 backends = pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    dynamo.reset()
-    dynamo.utils.counters.clear()
-    yield
-    dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def compiled(model, backend="aot_eager"):

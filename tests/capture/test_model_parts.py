@@ -6,13 +6,11 @@ other: same names, same steps.
 
 import copy
 import functools
-import io
 import pickle
 import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
@@ -24,6 +22,7 @@ from secondorder.diagnostics import Analysis, read_events
 from tests.support.building import built
 from tests.support.grid import each
 from tests.support.kfac import hook_counts
+from tests.support.saving import through_a_file
 
 EVERY = {"factor_update_steps": 1, "inv_update_steps": 1}
 OPTIONS = {
@@ -228,20 +227,13 @@ def test_damping_adapts_by_the_loss_of_all_parts():
     assert first != 0.1
 
 
-@pytest.fixture
-def alone_in_a_group():
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.skipif(
     "_PipelineScheduleRuntime" not in [base.__name__ for base in ScheduleInterleaved1F1B.__mro__],
     reason="in torch 2.8 a rank sends to itself from stage to stage, which gloo refuses",
 )
 @pytest.mark.parametrize("method", ["kfac", "hylo"])
 @pytest.mark.filterwarnings("default:.*:FutureWarning", "default:.*:UserWarning:torch")
-def test_the_schedules_of_torch_drive_several_stages(method, alone_in_a_group):
+def test_the_schedules_of_torch_drive_several_stages(method, group_of_one):
     """By default they scale gradients afterwards, which statistics cannot take into account."""
     widths = [torch.zeros(4, n, dtype=torch.float64) for n in (5, 6)]
 
@@ -264,10 +256,7 @@ def test_state_goes_from_parts_to_one_module_and_back(method):
     named = [(f"{i}.{n}", p) for i, part in enumerate(parts) for n, p in part.named_parameters()]
     split, joint = METHODS[method](named, module=tuple(parts)), METHODS[method](model)
     train(split, parts, chained, 2)
-    saved = io.BytesIO()
-    torch.save([split.state_dict(), [p.state_dict() for p in parts]], saved)
-    saved.seek(0)
-    state, weights = torch.load(saved, weights_only=True)
+    state, weights = through_a_file([split.state_dict(), [p.state_dict() for p in parts]])
     for part, own in zip(model, weights, strict=True):
         part.load_state_dict(own)
     joint.load_state_dict(state)

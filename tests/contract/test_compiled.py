@@ -3,8 +3,6 @@
 `tests/capture/test_compile.py` tests factors, graph breaks and recompilations.
 """
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch._dynamo as dynamo
@@ -13,13 +11,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 from tests.support.methods import Method
 from tests.support.tasks import Task, assert_all_close, assert_identical, backward, values
 
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    dynamo.reset()
-    dynamo.utils.counters.clear()
-    yield
-    dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def test_compiled_model(method: Method, mlp: Task) -> None:

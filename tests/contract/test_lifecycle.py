@@ -16,25 +16,11 @@ from torch import nn
 
 from secondorder.preconditioners.allocation import Allocator
 from tests.support.checkpoints import assert_same_run
+from tests.support.kfac import hook_counts
 from tests.support.methods import Method
 from tests.support.tasks import Task, assert_identical, put_back, train, values
 
 pytestmark = pytest.mark.option("module")
-
-HOOKS = (
-    "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks_always_called", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks",
-    "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
-)  # fmt: skip
-
-
-def hooks(model: nn.Module) -> list[int]:
-    """The length of every hook table of every module and parameter."""
-    counts = [len(getattr(module, name)) for module in model.modules() for name in HOOKS]
-    for parameter in model.parameters():
-        counts.append(len(parameter._backward_hooks or ()))
-        counts.append(len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ()))
-    return counts
 
 
 def with_it(optimizer: Any) -> None:
@@ -59,15 +45,15 @@ ENDS: dict[str, Callable[[Any], object]] = {
 def test_module_is_as_it_was(method: Method, task: Task) -> None:
     for steps, end in ((0, "detach"), (3, "close"), (0, "both, twice"), (3, "with"), (0, "with an error")):
         model = task.model()
-        before, modules = hooks(model), [(type(module), set(vars(module))) for module in model.modules()]
+        before, modules = hook_counts(model), [(type(module), set(vars(module))) for module in model.modules()]
         optimizer = method.build(model)
         train(model, optimizer, task, steps)
-        hooked = hooks(model)
+        hooked = hook_counts(model)
         assert (hooked != before) == method.layerwise
         optimizer.attach(model)
-        assert hooks(model) == hooked
+        assert hook_counts(model) == hooked
         ENDS[end](optimizer)
-        assert hooks(model) == before, end
+        assert hook_counts(model) == before, end
         assert [(type(module), set(vars(module))) for module in model.modules()] == modules, end
 
 
@@ -87,18 +73,18 @@ def test_a_model_with_hooks_is_bitwise_equal_to_one_without(method: Method, task
 
 def test_second_optimizer_keeps_its_hooks_and_its_statistics(method: Method, mlp: Task) -> None:
     model = mlp.model()
-    before = hooks(model)
+    before = hook_counts(model)
     stays = method.build(model)
-    with_one = hooks(model)
+    with_one = hook_counts(model)
     leaves = method.build(model)
-    assert (hooks(model) != with_one) == method.layerwise
+    assert (hook_counts(model) != with_one) == method.layerwise
     train(model, stays, mlp, 3)
     leaves.detach()
-    assert hooks(model) == with_one
+    assert hook_counts(model) == with_one
     train(model, stays, mlp, 4, start=3)
     assert_same_run((model, stays), method.start(mlp, 7))
     stays.close()
-    assert hooks(model) == before
+    assert hook_counts(model) == before
 
 
 def test_two_optimizers_each_count_a_batch_once(method: Method, mlp: Task) -> None:
@@ -128,11 +114,11 @@ def test_the_optimizer_and_replaced_parameters_are_freed_without_a_call_of_close
 
 def test_the_optimizer_may_end_while_capture_is_paused(method: Method, mlp: Task) -> None:
     model, optimizer = method.start(mlp, 1)
-    hooked = hooks(model)
+    hooked = hook_counts(model)
     with optimizer.pause_capture():
         optimizer.detach()
     optimizer.attach(model)
-    assert hooks(model) == hooked
+    assert hook_counts(model) == hooked
     train(model, optimizer, mlp, 2, start=1)
 
 

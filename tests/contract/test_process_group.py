@@ -1,7 +1,5 @@
 """In a process group, the default strategy trains equal replicas, and the strategy for one process is refused."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -48,14 +46,6 @@ def test_the_strategy_for_one_process_is_refused_on_two_ranks(method: Method, po
         assert "2 ranks" in message
         assert "CommOpt" in message
         assert hooks == 0
-
-
-@pytest.fixture
-def group_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("group_of_one")

@@ -15,6 +15,7 @@ from secondorder import KFAC, ParamScheduler, create
 from secondorder.methods.names import METHODS, resolve
 from secondorder.nn import expose
 from tests.support.building import grouped
+from tests.support.models import fit
 
 PACKAGE = Path(__file__).resolve().parents[2] / "secondorder"
 NAMES = ["kfac", "ekfac", "hylo", "mfac", "sparse_mfac", "ggt", "inverse", "lrmfac", "ksggt", "kis", "sngd"]
@@ -29,13 +30,6 @@ def plain_model():
 def batch(step):
     generator = torch.Generator().manual_seed(step)
     return torch.randn(8, 1, 6, 6, generator=generator), torch.randint(3, (8,), generator=generator)
-
-
-def take_steps(count, model, opt, *shape):
-    for _ in range(count):
-        opt.zero_grad()
-        model(torch.randn(*shape)).square().mean().backward()
-        opt.step()
 
 
 def train_for(steps, name, **settings):
@@ -97,7 +91,7 @@ def test_parameters_without_curvature_are_named_once_with_the_file_of_the_caller
     assert "0.scale" in text
     assert "skip_layers" in text
     assert file == __file__
-    assert caught(lambda: take_steps(3, model, opt[0], 5, 4)) == []
+    assert caught(lambda: fit(model, opt[0], 5, 4, steps=3)) == []
     assert caught(lambda: KFAC(model, skip_layers=["0"])) == []
 
 
@@ -149,7 +143,7 @@ def test_bounds_of_rows_are_slightly_above_the_largest_eigenvalue(name):
 def test_a_matrix_with_one_eigenvalue_causes_no_warning_about_damping():
     model = nn.Linear(1, 1, bias=False)
     opt = KFAC(model, lr=1e-3, damping=1e-3, damping_mode="absolute", factor_update_steps=1, inv_update_steps=1)
-    assert caught(lambda: take_steps(5, model, opt, 8, 1)) == []
+    assert caught(lambda: fit(model, opt, 8, 1, steps=5)) == []
     assert set(opt.diagnostics()["condition_number"].values()) == {1.0}
 
 

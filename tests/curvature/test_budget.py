@@ -19,6 +19,7 @@ from secondorder.comm import from_name
 from secondorder.curvature import budget
 from secondorder.curvature.budget import NOMINAL, Calibration, Intervals, LayerWork, Others, choose, costs
 from tests.support.kfac import noise
+from tests.support.models import fit
 from tests.support.pool import on_every_rank
 from tests.support.tasks import assert_identical, values
 
@@ -96,11 +97,7 @@ def budgeted(model, **options):
 
 
 def trained(model, optimizer, steps, start=0, batch=16):
-    for t in range(start, start + steps):
-        x = torch.randn(batch, 40, generator=torch.Generator().manual_seed(t))
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
+    fit(model, optimizer, batch, 40, steps=steps, start=start)
     return values(model)
 
 

@@ -42,11 +42,11 @@ def wide_net():
     return nn.Sequential(*layers).double()
 
 
-def path(keywords, steps=5):
+def path(keywords):
     """Parameters after each step on new batches of 5 examples."""
     model, found = wide_net(), []
     opt = plain_ekfac(model, **{"lr": 0.05, "inv_update_steps": 3, **keywords})
-    for t in range(steps):
+    for t in range(5):
         x, y = noise(5, 8, 4, 4, seed=t), torch.arange(5) % 4
         train_step(opt, model, x, y, F.cross_entropy)
         found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))

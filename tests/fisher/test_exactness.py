@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import secondorder
 from secondorder import EKFAC, KFAC, BatchOptions
 from tests.support.grid import each, pairs
-from tests.support.kfac import all_factors, assert_close, assert_factors, labels, noise, twin
+from tests.support.kfac import all_factors, assert_close, assert_factors, labels, layer_state, noise, twin
 from tests.support.layer_cases import CASES, ONE_OF_EACH
 from tests.support.models import Tokens, convnet, images, mlp, seeded_build, vectors
 from tests.support.networks import NORMED, TwoHeads, applied, mixing
@@ -34,7 +34,6 @@ from tests.support.oracles.fisher import (
     observed,
     observed_step,
     parameter_gradients,
-    state_of,
     still,
     unrelated,
 )
@@ -44,11 +43,11 @@ APPROXIMATIONS = ["expand", "reduce"]
 
 
 # ---------------------------------------------------------------- Targets and steps
-def targets_for(loss: str, outputs: Tensor, seed: int = 0) -> Tensor:
+def targets_for(loss: str, outputs: Tensor) -> Tensor:
     """Targets of the right kind for the loss; second derivatives do not depend on them."""
     if "ategorical" in loss:
-        return labels(len(outputs), outputs.shape[1], seed)
-    return noise(*outputs.shape, seed=seed).sigmoid()
+        return labels(len(outputs), outputs.shape[1])
+    return noise(*outputs.shape).sigmoid()
 
 
 def outputs_of(model: nn.Module, x: Tensor) -> Tensor:
@@ -251,7 +250,7 @@ def test_factors_and_scales_are_those_of_the_definition(name, approx):
     opt = still(other, "exact", EKFAC, approx=approx, inv_update_steps=1000, **case.keywords)
     measured_scale(opt, other, lambda: observed_step(opt, other, case.x, case.likelihood, case.given))
     for layer, found in rows.items():
-        state = state_of(opt, other, layer)
+        state = layer_state(opt, other, layer)
         A, B = found.factors(approx)
         for basis, factor in ((state["basis_a"], A), (state["basis_g"], B)):
             rotated = basis.mT @ factor @ basis
@@ -282,13 +281,13 @@ def test_tokens_in_micro_batches(method, cuts, ignored, approx):
         opt.step()
     assert_observed(opt, model, rows, approx)
     assert_scales(opt, model, rows)
-    assert all(float(state_of(opt, model, name)["factor_weight"]) == 4 for name in rows)
+    assert all(float(layer_state(opt, model, name)["factor_weight"]) == 4 for name in rows)
 
 
 def assert_scales(opt: Any, model: nn.Module, rows: dict[str, Any], prefix: str = "") -> None:
     """The scales of EK-FAC, if it is that, agree with the definition in the optimizer's bases."""
     for name, found in rows.items() if isinstance(opt, EKFAC) else ():
-        state = state_of(opt, model, prefix + name)
+        state = layer_state(opt, model, prefix + name)
         assert_close(state["scale"], found.scale(state["basis_a"], state["basis_g"]), 1e-9, name)
 
 
@@ -352,7 +351,7 @@ def test_tokens_as_examples_of_the_scales(mixes):
     opt = still(model, "exact", EKFAC, token_is_example=True, inv_update_steps=1000)
     measured_scale(opt, model, lambda: observed_step(opt, model, TOKENS, "categorical"))
     for name, found in rows.items():
-        state = state_of(opt, model, name)
+        state = layer_state(opt, model, name)
         terms = [
             torch.einsum("ksi,sj->ij", (g[:, 0] @ state["basis_g"]).square(), (a[0] @ state["basis_a"]).square())
             for a, g in zip(found.a, found.g, strict=True)

@@ -16,15 +16,7 @@ from torch import Tensor
 from secondorder import EKFAC, KFAC
 from tests.support.building import built
 from tests.support.grid import each, pairs
-from tests.support.kfac import (
-    all_factors,
-    assert_close,
-    assert_factors,
-    held_factors,
-    labels,
-    noise,
-    twin,
-)
+from tests.support.kfac import all_factors, assert_close, assert_factors, held_factors, labels, layer_state, noise, twin
 from tests.support.models import Tokens, convnet, images, mlp, seeded_build, vectors
 from tests.support.networks import TwoHeads, mixing
 from tests.support.oracles.fisher import (
@@ -34,7 +26,6 @@ from tests.support.oracles.fisher import (
     cross_entropy,
     observed,
     observed_step,
-    state_of,
     still,
     summed_square,
 )
@@ -64,7 +55,7 @@ def draws(model, take_step, opt, keys: tuple[str, ...], steps: int) -> dict[str,
         take_step()
         for name, values in seen.items():
             for key, of_key in zip(keys, values, strict=True):
-                of_key.append(state_of(opt, model, name)[key].detach().clone())
+                of_key.append(layer_state(opt, model, name)[key].detach().clone())
     return {name: [torch.stack(of_key) for of_key in values] for name, values in seen.items()}
 
 
@@ -148,7 +139,7 @@ def test_the_mean_of_ekfac_s_scales_is_exact(fisher, likelihood, samples):
     opt = rarely_refreshed(model, fisher, EKFAC, fisher_samples=samples, scale_decay=0.0)
     observed_step(opt, model, repeated(x), given)  # makes the basis
     for name, values in fisher_draws(opt, model, repeated(x), given, 30, key="scale").items():
-        state = state_of(opt, model, name)
+        state = layer_state(opt, model, name)
         assert_mean(values, rows[name].scale(state["basis_a"], state["basis_g"]), f"scale of {name}")
 
 
@@ -312,7 +303,7 @@ def test_scales_of_some_examples_are_unbiased(kind, fisher):
         rows = example_rows(twin(model), names, x, y, F.cross_entropy)
     found = scale_draws(opt, model, repeated(x, 16), repeated(y, 16), 40, likelihood="categorical" if exact else None)
     for name, values in found.items():
-        bases = (state_of(opt, model, name)[key] for key in ("basis_a", "basis_g"))
+        bases = (layer_state(opt, model, name)[key] for key in ("basis_a", "basis_g"))
         expected = rows[name].scale(*bases) if exact else squares(rows[name], *bases).mean(0)
         assert_mean(values, expected, f"scale of {name}", 0.1)
 
@@ -322,7 +313,7 @@ def test_a_scale_is_that_of_the_requested_number_of_examples():
     rows = example_rows(twin(model), ["0"], x, y, F.cross_entropy)["0"]
     opt = rarely_refreshed(model, "empirical", EKFAC, scale_batch_size=2, scale_decay=0.0)
     values = scale_draws(opt, model, x, y, 40)["0"]
-    state = state_of(opt, model, "0")
+    state = layer_state(opt, model, "0")
     by_pair = subsets_of(squares(rows, state["basis_a"], state["basis_g"]), 2)
     assert len({matching(value, by_pair) for value in values}) > 5
 
@@ -338,7 +329,7 @@ def test_options_of_the_factors_do_not_affect_the_scales_and_vice_versa():
     assert_factors(all_factors(opt, model), expected)
     opt = rarely_refreshed(other, "empirical", EKFAC, factor_positions=2, scale_decay=0.0)
     (scale,) = scale_draws(opt, other, x, y, 1)["inner"]
-    state = state_of(opt, other, "inner")
+    state = layer_state(opt, other, "inner")
     assert_close(scale, squares(rows, state["basis_a"], state["basis_g"]).mean(0), 1e-9)
 
 

@@ -52,12 +52,12 @@ def train(opt, model, begin, end, n=12):
         step(opt, model, *vectors(n, seed=seed), F.cross_entropy)
 
 
-def assert_loads(opt, model, second, other, steps=3):
+def assert_loads(opt, model, second, other):
     """The second optimizer loads the state of the first, and both then train identically."""
     other.load_state_dict(model.state_dict())
     second.load_state_dict(copy.deepcopy(opt.state_dict()))
     for o, m in ((opt, model), (second, other)):
-        train(o, m, 100, 100 + steps)
+        train(o, m, 100, 103)
     assert_same_run((other, second), (model, opt))
     assert second.diagnostics()["mode"] == opt.diagnostics()["mode"]
 

@@ -54,10 +54,10 @@ def outer(g, a):
     return (g[:, :, None] * a[:, None]).flatten(1)
 
 
-def uneven(n=8, d_in=4, d_out=3, seed=0):
+def uneven(seed=0):
     """Rows of very different lengths: inputs and output gradients of a linear layer, and the rows themselves."""
-    a = noise(n, d_in, seed=seed) * torch.linspace(0.3, 2, n, dtype=torch.float64)[:, None]
-    g = noise(n, d_out, seed=seed + 100)
+    a = noise(8, 4, seed=seed) * torch.linspace(0.3, 2, 8, dtype=torch.float64)[:, None]
+    g = noise(8, 3, seed=seed + 100)
     return a, g, outer(g, a)
 
 

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.kfac import assert_close, hook_counts, labels, noise, plain_kfac, twin
+from tests.support.kfac import assert_close, hook_counts, labels, noise, plain_kfac, train_step, twin
 from tests.support.layer_cases import CASES, Attends, attends, causal, spread
 from tests.support.models import seeded_build
 from tests.support.oracles import layers as oracle
-from tests.support.oracles.layers import Tape, check_block, embedding, expected_pairs, follows_fallback, singles, train
+from tests.support.oracles.layers import Tape, check_block, embedding, expected_pairs, follows_fallback, singles
 
 N, T, S, E, H = 4, 3, 5, 4, 2
 ATTENTION = CASES["attention"]
@@ -32,7 +32,7 @@ def test_added_rows_of_keys_and_values_have_no_block(batch_first):
     model, (inputs, y) = case.model(), case.data()
     expected = case.factors(twin(model))
     opt = plain_kfac(model, **case.keywords)
-    train(opt, model, inputs, y, F.cross_entropy)
+    train_step(opt, model, inputs, y, F.cross_entropy)
     for name, pair in expected.items():
         check_block(opt, name, pair)
     assert follows_fallback(opt, "attn.bias_k", "no linear map")
@@ -46,7 +46,7 @@ def test_a_frozen_projection_has_no_block(frozen):
     for name, p in model.attn.named_parameters():
         p.requires_grad_(not name.startswith(frozen))
     opt = plain_kfac(model)
-    train(opt, model, (x,), y, F.cross_entropy)
+    train_step(opt, model, (x,), y, F.cross_entropy)
     ATTENTION.check(opt, {name: pair for name, pair in expected.items() if name != f"attn.{frozen}"})
 
 
@@ -57,7 +57,7 @@ def test_separate_projections(kdim, vdim, bias):
     inputs = noise(N, T, E), noise(N, S, kdim, seed=1), noise(N, S, vdim, seed=2)
     expected = expected_pairs(twin(model).by_hand, singles(*inputs), y.split(1), F.cross_entropy)
     opt = plain_kfac(model)
-    train(opt, model, inputs, y, F.cross_entropy)
+    train_step(opt, model, inputs, y, F.cross_entropy)
     for part, width in (("q", E), ("k", kdim), ("v", vdim)):
         A, B = oracle.held(opt, f"attn.{part}_proj")
         with_one = A.shape[-1] - width
@@ -92,7 +92,7 @@ class TwoAttentions(nn.Module):
 def test_attentions_that_share_weights_with_different_heads_and_layouts():
     model, x, y, expected = problem(TwoAttentions)
     opt = plain_kfac(model)
-    train(opt, model, (x,), y, F.cross_entropy)
+    train_step(opt, model, (x,), y, F.cross_entropy)
     ATTENTION.check(opt, expected)
 
 
@@ -115,7 +115,7 @@ def test_each_of_two_optimizers_on_a_module_may_be_detached():
         ATTENTION.check(opt, expected)
     left.detach()
     for _ in range(2):
-        train(stays, model, (x,), y, F.cross_entropy)
+        train_step(stays, model, (x,), y, F.cross_entropy)
     ATTENTION.check(stays, expected)
     stays.detach()
     assert anatomy(model) == before
@@ -130,7 +130,7 @@ def test_subclasses_with_a_forward_of_their_own_and_skipped_modules_follow_the_f
     model = seeded_build(lambda: nn.Sequential(Mine(E, H, batch_first=True), nn.Flatten(), nn.Linear(T * E, 3)))
     opt = plain_kfac(model, lr=0.1)
     assert follows_fallback(opt, "0.in_proj_weight", "Mine")
-    train(opt, model, (noise(N, T, E),), labels(N, 3), F.cross_entropy)
+    train_step(opt, model, (noise(N, T, E),), labels(N, 3), F.cross_entropy)
     assert set(plain_kfac(seeded_build(Attends), skip_layers="attn").blocks) == {"head"}
     assert "attn.out_proj" not in plain_kfac(seeded_build(Attends), skip_layers="attn.out_proj").blocks
 
@@ -188,7 +188,7 @@ def test_a_whole_transformer():
     assert_close(outputs.transpose(0, 1).detach(), plain.by_hand(Tape(), src, tgt).detach(), 1e-12)
     opt = plain_kfac(model, batch_dim=1)
     assert torch.equal(model(*given), outputs)
-    train(opt, model, tuple(given), y.mT, loss)
+    train_step(opt, model, tuple(given), y.mT, loss)
     for name, pair in products.items():
         check_block(opt, name, pair, torch.kron(*pair) if name in ("source", "target") else None, 1e-8)
     assert set(opt.blocks) == products.keys() | {n for n, m in plain.named_modules() if isinstance(m, nn.LayerNorm)}

@@ -372,6 +372,7 @@ class Counting(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 def test_attention_is_watched_inside_a_user_mode_but_not_when_compiled():
     seen, plain, calls = watched_and_plain()
     tensors = inputs("self", plain)
@@ -381,7 +382,5 @@ def test_attention_is_watched_inside_a_user_mode_but_not_when_compiled():
     assert_same_bits(found, expected)
     assert mode.count > 0
     assert len(calls) == 1
-    torch._dynamo.reset()
     assert_same_bits(outcome(torch.compile(seen, backend="eager"), tensors), expected)
     assert len(calls) == 1
-    torch._dynamo.reset()

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from secondorder import EKFAC, KFAC, HyLo
 from tests.support.building import built
 from tests.support.grid import each, pairs
-from tests.support.kfac import assert_close, labels, plain_kfac, twin
+from tests.support.kfac import assert_close, labels, plain_kfac, train_step, twin
 from tests.support.layer_cases import Words, words
 from tests.support.models import Net, seeded_build
 from tests.support.operators import Operators
 from tests.support.oracles import layers as oracle
 from tests.support.oracles.kfac import solve_exact
-from tests.support.oracles.layers import Tape, check_block, embedding, expected_pairs, row_of, singles, step_of, train
+from tests.support.oracles.layers import Tape, check_block, embedding, expected_pairs, row_of, singles, step_of
 from tests.support.warned import silent, warned
 
 V, D, N, S = 7, 3, 4, 4
@@ -51,7 +51,7 @@ def test_a_position_index_shared_over_the_batch(examples, index):
     A = torch.diag(torch.tensor([1.0] * S + [0.0] * (6 - S), dtype=torch.float64) / S)
     B = examples * g.mT @ g
     opt = plain_kfac(model)
-    train(opt, model, (x,), y, F.cross_entropy)
+    train_step(opt, model, (x,), y, F.cross_entropy)
     check_block(opt, "positions", (A, B), torch.kron(A, B))
 
 
@@ -63,7 +63,7 @@ def test_a_large_vocabulary_makes_no_square_matrix_and_no_one_hot_rows(kind, met
     model(x)
     opt = plain_kfac(model, inverse_method=method, momentum=0.0)
     with Operators() as seen:
-        train(opt, model, (x,), y, F.cross_entropy)
+        train_step(opt, model, (x,), y, F.cross_entropy)
     state = oracle.block_state(opt, "0")
     assert state["factor_a"].shape == (vocabulary,)
     assert state["factor_g"].shape == (width, width)
@@ -100,7 +100,7 @@ def test_unsupported_options_follow_the_fallback_with_one_warning():
             assert "fallback" not in row_of(opt, "head.weight")
             F.cross_entropy(model(x), y).backward()
             ((gradient, moved),) = step_of(opt, [model.table.weight])
-            train(opt, model, (x,), y, F.cross_entropy)
+            train_step(opt, model, (x,), y, F.cross_entropy)
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
         assert_close(moved, 0.1 * gradient)
         (message,) = [w for w in texts if "table.weight" in w]
@@ -111,7 +111,7 @@ def test_a_batch_of_padding_only():
     model, x, y = seeded_build(lambda: Words(padding_idx=0)), words(N, S), labels(N, 3)
     opt = plain_kfac(model, lr=0.1)
     for tokens in (torch.zeros_like(x), x):
-        train(opt, model, (tokens,), y, F.cross_entropy)
+        train_step(opt, model, (tokens,), y, F.cross_entropy)
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
@@ -165,7 +165,7 @@ def test_by_default_the_head_has_the_block_without_a_warning(method, head_first)
         opt, chosen = method(model), built(method, copy.deepcopy(model), tied="head")
         for optimizer in (opt, chosen):
             for _ in range(3):
-                train(optimizer, optimizer.module, (x,), y, F.cross_entropy)
+                train_step(optimizer, optimizer.module, (x,), y, F.cross_entropy)
     assert set(opt.blocks) == {"head", "body"}
     assert "its use in words has no statistics" in opt.describe()
     assert "fallback" not in opt.describe()
@@ -209,7 +209,7 @@ def test_tied_has_no_effect_on_a_model_without_ties():
     for tied in (None, "embedding", "head"):
         model = seeded_build(lambda: Language(False))
         opt = plain_kfac(model, tied=tied)
-        train(opt, model, (x,), y, F.cross_entropy)
+        train_step(opt, model, (x,), y, F.cross_entropy)
         assert set(opt.blocks) == {"words", "body", "head"}
         check_block(opt, "head", expected["head"])
         check_block(opt, "words", expected["words"], torch.kron(*expected["words"]))
@@ -222,7 +222,7 @@ def test_two_tables_and_a_head_of_one_weight(tied):
     plain = seeded_build(lambda: Language(False, tables=2))
     expected = expected_pairs(plain.by_hand, singles(x), y.split(1), F.cross_entropy)
     opt = plain_kfac(model, **({} if tied is None else {"tied": tied}))
-    train(opt, model, (x,), y, F.cross_entropy)
+    train_step(opt, model, (x,), y, F.cross_entropy)
     if tied != "head":
         check_block(opt, "words", expected["words"], torch.kron(*expected["words"]))
     if tied != "embedding":
@@ -236,5 +236,5 @@ def test_the_bias_of_a_tied_head_is_in_the_block_of_the_head_or_follows_the_fall
     model.head.bias = nn.Parameter(torch.ones(V, dtype=torch.float64))
     opt = plain_kfac(model, tied=tied, lr=0.1)
     assert oracle.follows_fallback(opt, "head.bias", "another use") == (tied == "embedding")
-    train(opt, model, (x,), y, F.cross_entropy)
+    train_step(opt, model, (x,), y, F.cross_entropy)
     assert not model.head.bias.equal(torch.ones_like(model.head.bias))

@@ -414,16 +414,13 @@ def test_flattened_weights_do_no_harm_and_one_parametrized_later_is_not_computed
     assert counts[0] == counts[1]
 
 
-@pytest.fixture
-def graph_breaks():
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield lambda: sum(torch._dynamo.utils.counters["graph_break"].values())
-    torch._dynamo.reset()
+def graph_breaks() -> int:
+    return sum(torch._dynamo.utils.counters["graph_break"].values())
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("kind", ["RNN", "GRUCell", "MultiheadAttention"])
-def test_compiled(kind, graph_breaks):
+def test_compiled(kind):
     plain, x = build(kind, *KINDS[kind]), arguments(kind)
     seen = torch.compile(expose(copy.deepcopy(plain)), backend="aot_eager")
     assert_equal(flat(seen(*x)), flat(plain(*x)))

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from tests.support.grid import each, pairs
-from tests.support.kfac import assert_close, plain_kfac, twin
+from tests.support.kfac import assert_close, plain_kfac, train_step, twin
 from tests.support.layer_cases import CASES, ONE_OF_EACH, RECURRENCE, LayerCase, conv, parameters_of
 from tests.support.networks import TRANSPOSED
 from tests.support.oracles.kfac import solve_exact, solve_pi
-from tests.support.oracles.layers import Tape, row_of, train
+from tests.support.oracles.layers import Tape, row_of
 
 
 def check_definition(case: LayerCase) -> None:
@@ -78,7 +78,7 @@ def test_transposed_convolutions_of_every_option(
         p.requires_grad_(trained in ("both", name))
     expected = case.factors(twin(model), approx)
     opt = plain_kfac(model, approx=approx)
-    train(opt, model, inputs, y, case.loss)
+    train_step(opt, model, inputs, y, case.loss)
     case.check(opt, expected)
 
 
@@ -123,7 +123,7 @@ def test_a_frozen_part_has_no_rows(name, frozen):
     expected = case.factors(freeze(case.model()))
     model, (inputs, y) = case.ready(freeze(case.model())), case.data()
     opt = plain_kfac(model, **case.keywords)
-    train(opt, model, inputs, y, case.loss)
+    train_step(opt, model, inputs, y, case.loss)
     case.check(opt, expected)
 
 
@@ -175,22 +175,21 @@ def test_one_example_without_a_batch_axis(name):
     case.check(opt, expected)
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("name", ["shared-2d", "shared-table-other-padding"])
 def test_compiled(name):
     """Layers may be frozen before the backward, although its graph contains taps that no longer exist."""
-    torch._dynamo.reset()
     case, model = CASES[name], CASES[name].model()
     expected, (inputs, y) = case.factors(case.model()), case.data()
     opt = plain_kfac(model, lr=0.0)
     fast = torch.compile(model, backend="aot_eager")
-    train(opt, fast, inputs, y, case.loss)
+    train_step(opt, fast, inputs, y, case.loss)
     case.check(opt, expected)
     loss = case.loss(fast(*inputs), y)
     model.head.requires_grad_(False)
     model(*inputs)  # with the next forward, the optimizer inspects the model again
     assert set(opt.blocks) == set(expected) - {"head"}
     loss.backward()
-    torch._dynamo.reset()
 
 
 def test_describe_names_the_block_and_the_sizes_of_its_groups():

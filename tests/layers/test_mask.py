@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.kfac import assert_close, labels, noise, plain_kfac, twin
+from tests.support.kfac import assert_close, labels, noise, plain_kfac, train_step, twin
 from tests.support.models import Net, seeded_build
 from tests.support.oracles import layers as oracle
-from tests.support.oracles.layers import Tape, check_block, train
+from tests.support.oracles.layers import Tape, check_block
 
 N, S, D = 4, 5, 3
 Y = labels(N, 3)
@@ -136,7 +136,7 @@ def test_gradients_at_padding_do_not_count():
     a, g = a.detach()[keep], N * z.grad[keep]
     opt = plain_kfac(model)
     with opt.mask(keep):
-        train(opt, model, (x, keep), Y, F.cross_entropy)
+        train_step(opt, model, (x, keep), Y, F.cross_entropy)
     check_block(opt, "second", (a.mT @ a / len(a), g.mT @ g / N))
 
 
@@ -145,7 +145,7 @@ def test_a_batch_of_padding_only_is_finite():
     opt = plain_kfac(model, lr=0.1)
     for keep in (torch.zeros_like(ALL), AFTER):
         with opt.mask(keep):
-            train(opt, model, (noise(N, S, D), keep), Y, F.cross_entropy)
+            train_step(opt, model, (noise(N, S, D), keep), Y, F.cross_entropy)
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
@@ -172,7 +172,7 @@ def test_forwards_outside_are_not_masked(before):
     else:
         with opt.mask(AFTER), opt.pause_capture():
             model(x, AFTER)
-    train(opt, model, (x, ALL), Y, F.cross_entropy)
+    train_step(opt, model, (x, ALL), Y, F.cross_entropy)
     check_factors(opt, pairs)
 
 
@@ -241,7 +241,7 @@ def test_norms_attention_frozen_weights_and_layers_of_another_shape():
     u = torch.stack(us)
     opt = plain_kfac(model)
     with opt.mask(keep):
-        train(opt, model, data, Y, F.cross_entropy)
+        train_step(opt, model, data, Y, F.cross_entropy)
     products = {name: pair for name, pair in pairs.items() if not name.startswith("attn.")}
     check_factors(opt, products | oracle.attention_pairs(pairs, "attn"))
     assert_close(opt.dense_curvature("norm"), torch.block_diag(*(torch.einsum("nci,ncj->cij", u, u) / N)), 1e-8)

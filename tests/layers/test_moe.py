@@ -9,11 +9,11 @@ from torch.nn.utils import prune
 from secondorder import KFAC
 from secondorder.nn import expose
 from tests.support.grid import each
-from tests.support.kfac import assert_close, labels, noise, plain_kfac, twin
+from tests.support.kfac import assert_close, labels, noise, plain_kfac, train_step, twin
 from tests.support.layer_cases import Experts
 from tests.support.models import Net, seeded_build
 from tests.support.oracles import layers as oracle
-from tests.support.oracles.layers import block_state, check_block, expected_pairs, row_of, singles, step_of, train
+from tests.support.oracles.layers import block_state, check_block, expected_pairs, row_of, singles, step_of
 
 N, S, D, E = 4, 3, 4, 3
 
@@ -32,7 +32,7 @@ def test_experts_without_tokens_in_a_step(calls_the_idle):
     for step, route in enumerate((routes(0, 2), routes(1, 2), routes(1), torch.full((N, S), 1))):
         x, before = noise(N, S, D, seed=step), twin(model)
         expected = expected_pairs(before.by_hand, singles(x, route), y.split(1), F.cross_entropy)
-        train(opt, model, (x, route), y, F.cross_entropy)
+        train_step(opt, model, (x, route), y, F.cross_entropy)
         for name, pair in expected.items():
             check_block(opt, name, pair)
         for i in range(E):
@@ -63,10 +63,10 @@ class Quantized(nn.Module):
 class Tuned(nn.Module):
     """A frozen base with a low-rank adapter, a mean over positions, a head."""
 
-    def __init__(self, base: type[nn.Module], rank: int = 2) -> None:
+    def __init__(self, base: type[nn.Module]) -> None:
         super().__init__()
         self.base = base(D, D).requires_grad_(False)
-        self.down, self.up = nn.Linear(D, rank, bias=False), nn.Linear(rank, D, bias=False)
+        self.down, self.up = nn.Linear(D, 2, bias=False), nn.Linear(2, D, bias=False)
         self.head = nn.Linear(D, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -91,12 +91,12 @@ def test_frozen_and_quantized_bases_do_not_matter(base, method, given):
     before = {k: v.clone() for k, v in model.base.state_dict().items()}
     trained = {"params": [p for p in model.parameters() if p.requires_grad], "module": model}
     opt = plain_kfac(**(trained if given == "trained" else {"params": model}), inverse_method=method)
-    train(opt, model, (x,), y, F.cross_entropy)
+    train_step(opt, model, (x,), y, F.cross_entropy)
     assert set(opt.blocks) == {"down", "up", "head"}
     for name, pair in expected.items():
         check_block(opt, name, pair)
     opt.load_state_dict(opt.state_dict())
-    train(opt, model, (x,), y, F.cross_entropy)
+    train_step(opt, model, (x,), y, F.cross_entropy)
     for key, value in model.base.state_dict().items():
         assert torch.equal(value, before[key])
         assert value.dtype == before[key].dtype
@@ -150,7 +150,7 @@ def check_reasons(model: nn.Module, x: Tensor) -> KFAC:
         else:
             block = next(b for b in opt.blocks.values() if any(p is model.get_parameter(name) for p in b.params))
             assert block_state(opt, block.name)["factor_updates"] == 1, name
-    train(opt, model, (x,), y, F.cross_entropy)
+    train_step(opt, model, (x,), y, F.cross_entropy)
     assert all(torch.isfinite(p).all() for p in model.parameters())
     return opt
 

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from secondorder.capture.layers import norms
 from secondorder.capture.layers.registry import find_adapter
 from tests.support.grid import pairs
-from tests.support.kfac import assert_close, labels, noise, plain_kfac, twin
+from tests.support.kfac import assert_close, labels, noise, plain_kfac, train_step, twin
 from tests.support.models import seeded_build
-from tests.support.oracles.layers import follows_fallback, step_of, train
+from tests.support.oracles.layers import follows_fallback, step_of
 
 N = 6
 
@@ -187,7 +187,7 @@ def test_a_norm_without_parameters_has_no_block():
     layers = [nn.Linear(3, 4), nn.LayerNorm(4, elementwise_affine=False), nn.BatchNorm1d(4, affine=False)]
     model = seeded_build(lambda: nn.Sequential(*layers, nn.Linear(4, 3)))
     opt = plain_kfac(model)
-    train(opt, model, (noise(N, 3),), labels(N, 3), F.cross_entropy)
+    train_step(opt, model, (noise(N, 3),), labels(N, 3), F.cross_entropy)
     assert set(opt.blocks) == {"0", "3"}
 
 

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 import secondorder
 from secondorder import KFAC
 from secondorder.capture.layers.others import hugging_face_conv1d
-from tests.support.kfac import assert_close, labels, noise, plain_kfac, twin
+from tests.support.kfac import assert_close, labels, noise, plain_kfac, train_step, twin
 from tests.support.layer_cases import CASES, Conv1D, Gain, GainAdapter, GPT2Attention, LayerCase, Own
 from tests.support.models import seeded_build
 from tests.support.oracles.kfac import solve_exact
-from tests.support.oracles.layers import block_state, check_block, follows_fallback, step_of, train
+from tests.support.oracles.layers import block_state, check_block, follows_fallback, step_of
 
 N, S, D = 4, 3, 4
 REGISTERED = CASES["registered"]
@@ -55,7 +55,7 @@ def test_the_reason_for_an_unregistered_layer_names_register_layer():
     assert follows_fallback(opt, "own.kernel", "register_layer")
     assert follows_fallback(opt, "own.offset", "register_layer")
     secondorder.register_layer(kind, GainAdapter)
-    train(opt, model, (x,), y, F.cross_entropy)
+    train_step(opt, model, (x,), y, F.cross_entropy)
     assert set(opt.blocks) == set(plain_kfac(twin(model), skip_layers=(kind,)).blocks) == {"head"}
 
 
@@ -74,7 +74,7 @@ def test_a_second_registration_replaces_the_first_and_subclasses_follow_their_ne
     for kind in (twice, Further):
         model, x, y = problem(kind)
         opt = plain_kfac(model)
-        train(opt, model, (x,), y, F.cross_entropy)
+        train_step(opt, model, (x,), y, F.cross_entropy)
         check_own(opt)
 
 
@@ -120,7 +120,7 @@ def test_a_parameter_besides_weight_and_bias_follows_the_fallback_with_a_reason(
     model, x, y = problem(Extra)
     opt = plain_kfac(model, lr=0.1)
     assert follows_fallback(opt, "own.scale", "besides")
-    train(opt, model, (x,), y, F.cross_entropy)
+    train_step(opt, model, (x,), y, F.cross_entropy)
 
 
 def test_a_layer_whose_rows_belong_to_no_example_follows_the_fallback():
@@ -144,7 +144,7 @@ def test_a_layer_whose_rows_belong_to_no_example_follows_the_fallback():
     assert_close(moved, 0.1 * gradient)
     model = seeded_build(lambda: Shared(kind))
     opt = plain_kfac(model)
-    train(opt, model, (x,), y, F.cross_entropy)
+    train_step(opt, model, (x,), y, F.cross_entropy)
     assert block_state(opt, "own")["factor_updates"] == 1
 
 

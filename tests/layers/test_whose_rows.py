@@ -260,8 +260,8 @@ def test_examples_are_drawn_for_the_scale_of_a_table():
     assert_close(s[:, chosen], (Q_B.mT @ gradient).square(), 1e-9)
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 def test_the_warning_about_compiled_attention_names_expose():
-    torch._dynamo.reset()
     model = seeded_build(attention)
     opt = plain_kfac(model, lr=0.01)
     fast = torch.compile(model, backend="eager")

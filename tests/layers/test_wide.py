@@ -1,7 +1,6 @@
 """`max_factor_dim`: a wider factor is kept as its diagonal; its default, and the warning about it."""
 
 import copy
-import io
 import pickle
 
 import pytest
@@ -18,7 +17,8 @@ from tests.support.layer_cases import CASES, ONE_OF_EACH
 from tests.support.models import mlp, vectors
 from tests.support.operators import Operators
 from tests.support.oracles.kfac import expected_factors, solve_exact, solve_pi
-from tests.support.oracles.layers import block_state, check_block, diagonal_of, row_of, train
+from tests.support.oracles.layers import block_state, check_block, diagonal_of, row_of
+from tests.support.saving import through_a_file
 from tests.support.warned import warned
 
 # layer "0" has 5 inputs (with the 1) and 7 outputs, layer "2" 8 inputs and 3 outputs
@@ -70,7 +70,7 @@ def test_every_kind_of_layer(name):
     for limit in (2, 4, 9):
         model = case.ready(case.model())
         opt = plain_kfac(model, max_factor_dim=limit, **case.keywords)
-        train(opt, model, inputs, y, case.loss)
+        train_step(opt, model, inputs, y, case.loss)
         assert set(opt.blocks) == set(full)
         for block, (A, B) in full.items():
             pair = A if block in case.tables else cut(A, limit), cut(B, limit)
@@ -102,7 +102,7 @@ def test_a_head_of_fifty_thousand_words_needs_bounded_memory(method):
     opt = plain_kfac(model, inverse_method=method)
     with Operators() as seen:
         for _ in range(2):
-            train(opt, model, (x,), y, F.cross_entropy)
+            train_step(opt, model, (x,), y, F.cross_entropy)
     n_a = width + 1
     factors = words + n_a**2
     second = {"eigen": words + n_a + n_a**2, "cholesky": words + n_a**2}[method]
@@ -189,10 +189,7 @@ def test_a_checkpoint_with_a_dense_factor_keeps_its_bound(method):
     after.load_state_dict(before.state_dict())
     old, (new, _) = built(method, before, max_factor_dim=8192, **options), made(method, after, **options)
     old.state[before[1].weight]["factor_g"].fill_diagonal_(2.0)  # no step, since a refresh of this size takes seconds
-    file = io.BytesIO()
-    torch.save(old.state_dict(), file)
-    file.seek(0)
-    new.load_state_dict(torch.load(file, weights_only=True))
+    new.load_state_dict(through_a_file(old.state_dict()))
     assert new.param_groups[0]["max_factor_dim"] == 8192
     assert "diagonal" not in row_of(new, "1.weight")
     assert torch.equal(new.state[after[1].weight]["factor_g"], old.state[before[1].weight]["factor_g"])

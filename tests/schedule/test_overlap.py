@@ -61,10 +61,10 @@ def _begun(name: str, stop: int = INTERVAL + 1, **options: Any) -> tuple[nn.Modu
     return model, opt
 
 
-def _rises(model: nn.Module, opt: Any, start: int, stop: int, key: str = "refreshes", block: int = 0) -> list[int]:
-    """The steps at which a counter of a block increases."""
-    counts = [_states(opt)[block][key]]
-    _train(model, opt, start, stop, lambda t: counts.append(_states(opt)[block][key]))
+def _rises(model: nn.Module, opt: Any, start: int, stop: int, key: str = "refreshes") -> list[int]:
+    """The steps at which a counter of the first block increases."""
+    counts = [_states(opt)[0][key]]
+    _train(model, opt, start, stop, lambda t: counts.append(_states(opt)[0][key]))
     return [start + i for i, (old, new) in enumerate(pairwise(counts)) if new > old]
 
 

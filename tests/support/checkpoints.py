@@ -97,14 +97,11 @@ def through_pickle(thing: Any) -> Any:
     return pickle.loads(pickle.dumps(thing))
 
 
-def through_torch_save(thing: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(thing, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-COPIERS = {"deepcopy": copy.deepcopy, "pickle": through_pickle, "torch.save": through_torch_save}
+COPIERS = {
+    "deepcopy": copy.deepcopy,
+    "pickle": through_pickle,
+    "torch.save": partial(through_a_file, weights_only=False),
+}
 COPIES: dict[str, Way] = {name: partial(as_a_copy, copier=copier) for name, copier in COPIERS.items()}
 DCP: dict[str, Way] = {"dcp": partial(by_dcp, flat=False), "flat dcp": partial(by_dcp, flat=True)}
 

@@ -55,16 +55,15 @@ class CudaDevice:
 
     def tensor(self, value: Tensor) -> Tensor:
         """Return a copy of a CPU tensor on the device, which requires a gradient if the original does."""
-        torch.cuda.set_sync_debug_mode("default")
-        try:
-            return value.detach().to(self.device).requires_grad_(value.requires_grad)
-        finally:
-            torch.cuda.set_sync_debug_mode("warn")
+        return self._moved(value.detach()).requires_grad_(value.requires_grad)
 
     def put(self, model: nn.Module) -> nn.Module:
         """Move a model to the device, and return it."""
+        return self._moved(model)
+
+    def _moved(self, value: Any) -> Any:
         torch.cuda.set_sync_debug_mode("default")
         try:
-            return model.to(self.device)
+            return value.to(self.device)
         finally:
             torch.cuda.set_sync_debug_mode("warn")

@@ -1,8 +1,7 @@
 """Helpers that drive ``KFAC`` and read its state, shared by the oracle and the capture tests."""
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from secondorder import KFAC
-from secondorder.curvature.schema import likes
 from tests.support.building import built
 from tests.support.oracles.kfac import covered_names, expected_factors, layer_gradient, layer_values
 
@@ -41,13 +39,14 @@ def all_factors(opt: KFAC, model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]
     return {name: held_factors(opt, model, name) for name in covered_names(model)}
 
 
-def backward(model: nn.Module, x: Tensor, y: Tensor, loss: Callable, scale: float = 1.0) -> Tensor:
-    value = loss(model(x), y)
+def backward(model: nn.Module, x: Tensor | tuple, y: Tensor, loss: Callable, scale: float = 1.0) -> Tensor:
+    """``x`` is the input, or a tuple of several."""
+    value = loss(model(*x) if isinstance(x, tuple) else model(x), y)
     (value * scale).backward()
     return value.detach()
 
 
-def train_step(opt: torch.optim.Optimizer, model: nn.Module, x: Tensor, y: Tensor, loss: Callable) -> None:
+def train_step(opt: torch.optim.Optimizer, model: nn.Module, x: Tensor | tuple, y: Tensor, loss: Callable) -> None:
     opt.zero_grad()
     backward(model, x, y, loss)
     opt.step()
@@ -60,19 +59,12 @@ def accumulate(model: nn.Module, x: Tensor, y: Tensor, sizes: int | list[int]) -
 
 
 def assert_captures(
-    model: nn.Module, plain: nn.Module, x: Tensor, y: Tensor, run: Callable[[nn.Module], object] | None = None, *,
-    loss: Callable = F.cross_entropy, approx: str = "expand", **keywords,
-) -> KFAC:  # fmt: skip
-    """Factors after a step agree with those of the plain model, one example after the other.
-
-    ``run`` takes the backward passes of the model; by default, there is one backward pass of the whole batch.
-    """
-    expected = expected_factors(plain, x, y, loss, approx=approx)
-    opt = plain_kfac(model, approx=approx, **keywords)
-    if run is None:
-        backward(model, x, y, loss)
-    else:
-        run(model)
+    model: nn.Module, plain: nn.Module, x: Tensor, y: Tensor, run: Callable[[nn.Module], object], approx: str = "expand"
+) -> KFAC:
+    """Factors after the backward passes of ``run`` agree with those of the plain model, one example after the other."""
+    expected = expected_factors(plain, x, y, F.cross_entropy, approx=approx)
+    opt = plain_kfac(model, approx=approx)
+    run(model)
     opt.step()
     assert_factors(all_factors(opt, model), expected)
     return opt
@@ -142,18 +134,20 @@ def twin(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model)
 
 
-@contextmanager
-def seeded(seed: int = 0) -> Iterator[torch.Generator]:
-    """Seed the global generator (for the initialization of layers), and return a separate generator for data."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        yield torch.Generator().manual_seed(seed + 1)
+HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_always_called", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks",
+    "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)  # fmt: skip
 
 
-def hook_counts(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Number of hooks of every kind on every module."""
-    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return {name: tuple(len(getattr(m, kind)) for kind in kinds) for name, m in model.named_modules()}
+def hook_counts(model: nn.Module) -> dict[str, list[int]]:
+    """Numbers of hooks of every kind on every module and on its own parameters."""
+    found = {name: [len(getattr(module, kind)) for kind in HOOKS] for name, module in model.named_modules()}
+    for name, parameter in model.named_parameters():
+        for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            found[name.rpartition(".")[0]].append(len(getattr(parameter, kind, None) or ()))
+    return found
 
 
 def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -162,9 +156,3 @@ def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Ten
 
 def labels(n: int, classes: int, seed: int = 0) -> Tensor:
     return torch.randint(classes, (n,), generator=torch.Generator().manual_seed(seed))
-
-
-def allocate(block: Any, schema: dict[str, Any]) -> None:
-    """Fill a state with zeros in the shapes of a schema."""
-    zeros = {k: torch.zeros_like(v, device="cpu") if isinstance(v, Tensor) else v for k, v in likes(schema).items()}
-    block.state.update(zeros)

@@ -302,8 +302,8 @@ def looked_up(tape: Tape | None, layer: nn.Module, x: Tensor) -> Tensor:
     return layers.embedding(tape, "embedding", x, layer.weight, layer.padding_idx)
 
 
-def words(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randint(7, shape, generator=torch.Generator().manual_seed(seed))
+def words(*shape: int) -> Tensor:
+    return torch.randint(7, shape, generator=torch.Generator().manual_seed(0))
 
 
 def table(*lead: int, network: Callable[..., nn.Module] = Words, positions: bool = True, **options: Any) -> LayerCase:

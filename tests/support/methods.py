@@ -70,7 +70,6 @@ class Method:
     refresh_keyword: str = "inv_update_steps"  # the steps between two refreshes; 0 switches preconditioning off
     #: The smallest number of entries that a step stores before it is taken, given the model.
     pending: Callable[[nn.Module], int] = lambda model: sum(map(squares, shapes(model)))
-    steep: Mapping[str, Any] = field(default_factory=dict)  # settings for losses of about 100
 
     def accepts(self, *keywords: str) -> bool:
         return set(keywords) <= _keywords(self.cls)
@@ -334,7 +333,6 @@ METHODS = (
         capture_keyword="update_steps",
         refresh_keyword="update_steps",
         pending=lambda model: _EXAMPLES * sum(block.n_a - 1 + block.n_g for block in shapes(model)),
-        steep={"damping": 10.0},
     ),
     Method(
         "mfac",

@@ -52,18 +52,26 @@ def vectors(n: int = 6, d: int = 4, classes: int = 3, seed: int = 0) -> tuple[Te
     return noise(n, d, seed=seed), labels(n, classes, seed)
 
 
-def images(n: int = 5, channels: int = 2, size: tuple[int, int] = (6, 5), classes: int = 3, seed: int = 0):
-    return noise(n, channels, *size, seed=seed), labels(n, classes, seed)
+def images(n: int = 5, size: tuple[int, int] = (6, 5), seed: int = 0):
+    return noise(n, 2, *size, seed=seed), labels(n, 3, seed)
+
+
+def fit(model: nn.Module, opt: torch.optim.Optimizer, *shape: int, steps: int, start: int = 0) -> list[Tensor]:
+    """Minimize the squares of the outputs for random inputs of this shape; return the parameters afterwards."""
+    dtype = next(model.parameters()).dtype
+    for step in range(start, start + steps):
+        opt.zero_grad()
+        model(noise(*shape, seed=step, dtype=dtype)).square().mean().backward()
+        opt.step()
+    return [p.detach().clone() for p in model.parameters()]
 
 
 class Tokens(nn.Module):
     """Logits of each token from linear layers; ``read`` is "positions" for all of them, or "mean" for their mean."""
 
-    def __init__(self, read: str = "positions", bias: bool = True, d: int = 3, hidden: int = 4) -> None:
+    def __init__(self, read: str = "positions", d: int = 3) -> None:
         super().__init__()
-        self.inner = nn.Linear(d, hidden, bias=bias)
-        self.outer = nn.Linear(hidden, 3, bias=bias)
-        self.read = read
+        self.inner, self.outer, self.read = nn.Linear(d, 4), nn.Linear(4, 3), read
 
     def forward(self, x: Tensor) -> Tensor:
         z = self.outer(torch.tanh(self.inner(x)))

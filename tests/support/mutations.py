@@ -173,15 +173,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", metavar="PATTERN", default="*", help="names of mutations, or a part of them")
     parser.add_argument("--whole", action="store_true", help="run all default tests on mutations that survive")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="number of mutations to test at a time")
-    parser.add_argument("--list", action="store_true", help="only list the mutations")
     given = parser.parse_args(arguments)
     chosen = [m for m in MUTATIONS if fnmatch(m.name, f"*{given.only}*")]
     for m in chosen:  # fail early if a row is out of date
         mutated((ROOT / "secondorder" / m.file).read_text(), m)
-    if given.list:
-        for m in chosen:
-            print(f"{m.name}  ({m.file})\n  - {m.old}\n  + {m.new}\n  {', '.join(m.tests)}")
-        return 0
     results = dict[str, Result]()
     for result in judge_all(chosen, given.jobs, given.whole):
         print(result, flush=True)

@@ -9,13 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from secondorder import KFAC
-from tests.support.building import built
+from tests.support.kfac import plain_kfac
 
 
 def kfac(model: Any, **options: Any) -> KFAC:
     """K-FAC with settings that make the results of a test easy to predict."""
-    plain = {"lr": 1.0, "momentum": 0.0, "damping": 0.1, "kl_clip": None, "factor_update_steps": 1}
-    return built(KFAC, model, **{**plain, "inv_update_steps": 1, **options})
+    return plain_kfac(model, **{"damping": 0.1, **options})
 
 
 def mlp(dropout: float = 0.0) -> nn.Sequential:
@@ -104,12 +103,6 @@ def flat(tensors: Any) -> Tensor:
     return torch.cat([t.detach().reshape(-1) for t in tensors])
 
 
-def jacobian(model: nn.Module, x: Tensor) -> Tensor:
-    """Outputs by parameters ``[outputs, P]``, row by row with reverse mode."""
-    entries = model(x).reshape(-1)
-    return torch.stack([flat(torch.autograd.grad(e, list(model.parameters()), retain_graph=True)) for e in entries])
-
-
 def output_hessian(loss: Callable[..., Tensor], outputs: Tensor, y: Tensor) -> Tensor:
     """Hessian of the loss with respect to the outputs ``[outputs, outputs]``."""
 
@@ -121,11 +114,12 @@ def output_hessian(loss: Callable[..., Tensor], outputs: Tensor, y: Tensor) -> T
     return found
 
 
-def gauss_newton(model: nn.Module, x: Tensor, y: Tensor, loss: Callable[..., Tensor] = F.cross_entropy) -> Tensor:
-    """``Jᵀ H J`` as a dense matrix ``[P, P]``."""
+def gauss_newton(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """``Jᵀ H J`` as a dense matrix ``[P, P]``, with the Jacobian J of all outputs, row by row with reverse mode."""
     model = copy.deepcopy(model)  # a copy has no hooks, which would reject these backward passes
-    J = jacobian(model, x)
-    return J.mT @ output_hessian(loss, model(x), y) @ J
+    entries = model(x).reshape(-1)
+    J = torch.stack([flat(torch.autograd.grad(e, list(model.parameters()), retain_graph=True)) for e in entries])
+    return J.mT @ output_hessian(F.cross_entropy, model(x), y) @ J
 
 
 def in_order(model: nn.Module, blocks: list[Tensor]) -> Tensor:

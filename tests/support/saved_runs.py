@@ -20,6 +20,7 @@ from secondorder import EKFAC, GGT, KFAC, MFAC, HyLo, LowRank, MemOpt, SparseMFA
 from secondorder.switching import GradNormChange
 from tests.support.building import built
 from tests.support.pool import Pool
+from tests.support.tasks import values
 
 FOLDER = Path(__file__).parents[1] / "checkpoint_files"
 SAVED_AT, END, EXAMPLES = 5, 8, 8
@@ -117,10 +118,6 @@ def train(model: nn.Module, optimizer: Any, first: int, last: int, rank: int = 0
         outputs = model(tokens.chunk(world)[rank])
         F.cross_entropy(outputs.flatten(0, 1), targets.chunk(world)[rank].flatten()).backward()
         optimizer.step()
-
-
-def values(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def lines(saved: Mapping[str, Any]) -> dict[str, list[str]]:

@@ -25,7 +25,7 @@ from torch.func import functional_call
 import secondorder
 from secondorder import EKFAC, KFAC
 from tests.support.building import built
-from tests.support.kfac import PLAIN, assert_close, held_factors, layer_state
+from tests.support.kfac import PLAIN, assert_close, held_factors
 from tests.support.oracles.kfac import Rows, example_rows, factors, heads, one_example, without_groups
 
 #: Loss of one example from its outputs (batch of one) and its targets.
@@ -157,24 +157,18 @@ def still(model: nn.Module, fisher: str, method: type = KFAC, **keywords: Any):
     return built(method, model, **{**STILL, "fisher": fisher, **keywords})
 
 
-def observed_step(
-    opt: Any, model: nn.Module, x: Any, likelihood: Any, targets: Any = None, objective: Callable | None = None
-) -> None:
-    """One training step with ``observe``. By default, the objective is unrelated to the likelihood."""
+def observed_step(opt: Any, model: nn.Module, x: Any, likelihood: Any, targets: Any = None) -> None:
+    """One training step with ``observe`` and an objective that is unrelated to the likelihood."""
     opt.zero_grad()
     outputs = model(x)
     opt.observe(outputs, likelihood, targets)
-    value = unrelated(outputs) if objective is None else objective(outputs)
-    value.backward()
+    unrelated(outputs).backward()
     opt.step()
 
 
 def unrelated(outputs: Any) -> Tensor:
     """A loss whose gradients must not be found in any observed statistic."""
     return sum(3 * part.float().sin().mean() + part.float().mean() for part in heads(outputs))
-
-
-state_of = layer_state
 
 
 def measured_scale(opt: Any, model: nn.Module, step: Callable[[], None]) -> None:

@@ -213,12 +213,12 @@ def step(opt: HyLo, model: nn.Module, inputs: Sequence[Tensor] | Tensor, y: Tens
     return taken(opt)
 
 
-def with_gradient(opt: HyLo, model: nn.Module, seed: int, scale: float = 1.0) -> Found:
+def with_gradient(opt: HyLo, model: nn.Module, seed: int) -> Found:
     """Directions of random gradients without a backward pass, which are sufficient between refreshes."""
     generator = torch.Generator().manual_seed(seed)
     for p in model.parameters():
         if p.requires_grad:
-            p.grad = (scale * torch.randn(p.shape, generator=generator, dtype=torch.float64)).to(p.dtype)
+            p.grad = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype)
     return taken(opt)
 
 

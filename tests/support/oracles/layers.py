@@ -116,12 +116,6 @@ def check_block(opt, name: str, pair: tuple[Tensor, Tensor], dense: Tensor | Non
     assert_close(opt.dense_curvature(name), kron(pair[1], pair[0]) if dense is None else dense, tolerance, name)
 
 
-def train(opt, model: nn.Module, inputs: tuple, y: Tensor, loss: Loss) -> None:
-    opt.zero_grad()
-    loss(model(*inputs), y).backward()
-    opt.step()
-
-
 def step_of(opt, params: Sequence[nn.Parameter]) -> list[tuple[Tensor, Tensor]]:
     """Take a step with the current gradients; (∇, V) of some parameters, where V is their change (lr = 1)."""
     before = [p.detach().clone() for p in params]
