@@ -17,10 +17,11 @@ from torch import Tensor, nn
 import secondorder
 from secondorder import EKFAC, KFAC, BatchOptions
 from tests.support.grid import each, pairs
-from tests.support.kfac import all_factors, assert_close, assert_factors, labels, layer_state, noise, twin
+from tests.support.kfac import all_factors, assert_close, assert_factors, held_factors, labels, layer_state, noise, twin
 from tests.support.layer_cases import CASES, ONE_OF_EACH
 from tests.support.models import Tokens, convnet, images, mlp, seeded_build, vectors
 from tests.support.networks import NORMED, TwoHeads, applied, mixing
+from tests.support.oracles.curvlinops import curvlinops_blocks
 from tests.support.oracles.ekfac import over_null_spaces
 from tests.support.oracles.fisher import (
     LOSSES,
@@ -37,7 +38,7 @@ from tests.support.oracles.fisher import (
     still,
     unrelated,
 )
-from tests.support.oracles.kfac import covered_names, kron
+from tests.support.oracles.kfac import covered_names, kron, objective
 
 APPROXIMATIONS = ["expand", "reduce"]
 
@@ -87,6 +88,20 @@ def test_linear_network_with_square_loss_is_the_hessian(method, approx, bias, lo
     for name in ("0", "2", "4"):
         exact = hessian_block(plain, name, lambda forward: value(forward(x), y) / (1 if "mean" in loss else len(x)))
         assert_close(opt.dense_curvature(name), exact, 1e-9, name)
+
+
+# ---------------------------------------------------------------- Equal to curvlinops' type-2 factors
+@each(kind=["mlp", "strided conv", "pooled tokens"], approx=APPROXIMATIONS)
+def test_cross_entropy_equals_curvlinops(kind, approx):
+    if kind == "mlp":
+        model, (x, y) = mlp((4, 5, 6, 3)), vectors()
+    elif kind == "pooled tokens":
+        model, (x, y) = seeded_build(lambda: Tokens(read="mean")), (noise(4, 5, 3), labels(4, 3))
+    else:
+        model, (x, y) = convnet(stride=2, padding=1), images()
+    theirs = curvlinops_blocks(twin(model), x, y, objective("ce", "mean", 3), approx, "type-2")
+    opt = factors_after(model, x, "categorical", approx=approx)
+    assert_factors({name: held_factors(opt, model, name) for name in theirs}, theirs)
 
 
 # ---------------------------------------------------------------- Equal to the definition
