@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from benchmarks.commands.swap import BUDGETS, compare, figures
+from benchmarks.commands.swap import BUDGETS, compare, figures, totals_of
 from benchmarks.runner import History
 from benchmarks.scripts import SCRIPTS, Data
 
@@ -50,6 +50,15 @@ def test_costs_and_losses_are_relative_to_adamw():
     assert slow["equal_seconds"] is None
     assert not slow["equal_seconds_lower"]
     assert figures(before, before)["steps_that_fit"] == 4
+
+
+def test_totals_contain_geometric_means_of_the_ratios():
+    row = {"cost": 2.0, "equal_steps_lower": True, "equal_seconds_lower": False, "equal_seconds": None}
+    results = {
+        name: {"steps": 4, "adamw": {"loss": 2.0}, "lines": {"KFAC": {**row, "equal_steps": loss}}}
+        for name, loss in [("mlp", 1.0), ("vae", 0.25)]
+    }
+    assert totals_of(results, ["KFAC"]).rows == [["KFAC", "2 of 2", "0.25", "0 of 2", "-", "2.00", "2.00"]]
 
 
 def test_the_command(run, tmp_path, capsys):
