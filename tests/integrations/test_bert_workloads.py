@@ -113,7 +113,7 @@ def test_a_vocabulary_of_bert_is_used_if_it_exists(known_words):
     workload = make_workload("bert_qa", known_words, "smoke", changes={"version": 1.1})
     assert workload.tokenizer.tokenize("Romes, café") == ["rome", "##s", "[UNK]", "[UNK]"]
     assert workload.build_model(0).bert.embeddings.word_embeddings.num_embeddings == len(WORDS)
-    with pytest.raises(DataMissingError, match=r"train-v2\.0\.json.*SQuAD-explorer"):
+    with pytest.raises(DataMissingError, match=r"train-v2\.0\.json.*fetch --workload bert_qa"):
         next(replace(workload, version=2.0).batches(0))
 
 
