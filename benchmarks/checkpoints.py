@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.ranks import Ranks
-from benchmarks.runner import Trainer
+from benchmarks.runner import FAILURES, Trainer
 
 _VERSION = 1
 SECONDS = 60.0
@@ -70,7 +70,7 @@ class Pause:
             return None
         try:
             return load(self.path, trainer, self.run)
-        except Exception as err:
+        except FAILURES as err:
             self.done()
             if trainer.history.losses or not isinstance(err, ValueError):
                 raise

@@ -21,7 +21,7 @@ from benchmarks.compare.wording import notes
 from benchmarks.peers.checkouts import set_paths
 from benchmarks.recipes.types import Settings
 from benchmarks.report import Table
-from benchmarks.runner import WINDOW, Trainer, memory_usage, optimizer_bytes
+from benchmarks.runner import FAILURES, WINDOW, Trainer, memory_usage, optimizer_bytes
 from benchmarks.store import Cells, Figures, Identity
 from benchmarks.workloads import DataMissingError, PackageMissingError, Size, Workload
 
@@ -195,7 +195,7 @@ def attempted(measure: Callable[[Pause], Figures]) -> Callable[[Pause], Figures]
             return {"failed": None, **measure(pause)}
         except (DataMissingError, PackageMissingError):
             raise
-        except Exception as err:
+        except FAILURES as err:
             return {"failed": f"{type(err).__name__}: {err}"}
 
     return attempt

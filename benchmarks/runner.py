@@ -27,6 +27,12 @@ from secondorder import SecondOrderOptimizer
 
 WINDOW = 10
 """Number of steps that a reported loss averages over, because the losses of single batches are noisy."""
+FAILURES = (
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError,
+    ValueError,
+)  # fmt: skip
+"""Errors of optimizers from a dozen projects, which are recorded as a failure of the run, as a divergence is. Torch's
+own errors, such as those of linear algebra and out-of-memory errors, are subclasses of ``RuntimeError``."""
 
 _RISEN = 2.0
 """A run has diverged if its mean loss exceeds the first loss by this factor."""

@@ -223,7 +223,7 @@ NUMBERS: dict[str, tuple[int, int, Callable[[], int]]] = {
     "long modules": (5, 0, lambda: sum(lines > LONG_MODULE for lines in lengths().values())),
     "long functions": (6, 0, long_functions),
     "rows of the layering table": (17, 17, lambda: len(MAY_IMPORT)),
-    "lines": (39873, 28500, lambda: sum(lengths().values())),
+    "lines": (39861, 28500, lambda: sum(lengths().values())),
 }  # fmt: skip
 
 

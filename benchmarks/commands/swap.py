@@ -154,8 +154,8 @@ class Scripts(Common):
     length: float = 2.0
     """Multiple of the number of steps of each script."""
     lines: tuple[str, ...] = ("KFAC", "KFAC, budget 2", "KFAC, budget 1.3")
-    """Lines that replace that of AdamW: names of BUDGETS, or expressions of model, LR, WD, torch and the names in
-    secondorder."""
+    """Lines that replace that of AdamW: "KFAC", "KFAC, budget 2", "KFAC, budget 1.3", "KFAC, budget 2, power 0.5", or
+    expressions of model, LR, WD, torch and the names in secondorder."""
 
     def run(self) -> int:
         torch.set_num_threads(self.threads)

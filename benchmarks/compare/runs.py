@@ -19,7 +19,7 @@ from benchmarks.peers.checkouts import CHECKOUTS
 from benchmarks.precision import Amp, DeviceName
 from benchmarks.recipes import METHODS
 from benchmarks.recipes.types import COSINE, Method, Recipe, Schedule, make_schedule
-from benchmarks.runner import WINDOW, History, Trainer, optimizer_bytes, trainer_of
+from benchmarks.runner import FAILURES, WINDOW, History, Trainer, optimizer_bytes, trainer_of
 from benchmarks.workloads import DataMissingError, PackageMissingError, Size, Workload, WorkloadName, make_workload
 
 
@@ -128,7 +128,7 @@ def execute(job: Job, setting: Setting) -> dict[str, Any]:
         return entry | train(job, setting, method, recipe, pause_of(job, setting, key_of(job, recipe)))
     except (TimeoutError, DataMissingError, PackageMissingError):
         raise
-    except Exception as err:  # the report shows the error, and other runs continue
+    except FAILURES as err:  # the report shows the error, and other runs continue
         empty = {"taken": 0, "diverged": False, "curve": [], "metric": None, "quality": {}, "optimizer_bytes": 0}
         return entry | empty | {"failed": f"{type(err).__name__}: {err}"}
 

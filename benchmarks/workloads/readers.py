@@ -4,7 +4,6 @@ They need no library for data sets, and they do not download anything.
 """
 
 import gzip
-import io
 import pickle
 import struct
 import zlib
@@ -21,6 +20,13 @@ from PIL import Image
 UInt8Array = npt.NDArray[np.uint8]
 CifarName = Literal["cifar10", "cifar100"]
 
+#: The errors that damaged bytes cause in the unpickler, and in Pillow. MemoryError is one of a wrong length.
+_DAMAGED = (
+    ArithmeticError, AttributeError, EOFError, ImportError, LookupError, MemoryError, RuntimeError, SystemError,
+    TypeError, ValueError,
+)  # fmt: skip
+_DAMAGED_PICKLE = (*_DAMAGED, pickle.PickleError)
+_DAMAGED_PICTURE = (*_DAMAGED, Image.DecompressionBombError, OSError, SyntaxError, struct.error, zlib.error)
 _IDX_UINT8 = 0x08  # third byte of the magic number: element type
 
 # The name of each data set, the key of the labels in its batches, and its number of classes.
@@ -67,15 +73,16 @@ class _ArrayUnpickler(pickle.Unpickler):
 
 
 def read_cifar_batch(path: Path, dataset: CifarName = "cifar10") -> tuple[UInt8Array, npt.NDArray[np.int64]]:
-    (label, key, classes), raw = _CIFAR[dataset], path.read_bytes()
+    label, key, classes = _CIFAR[dataset]
     try:
-        batch = _ArrayUnpickler(io.BytesIO(raw), encoding="bytes").load()
+        with path.open("rb") as file:
+            batch = _ArrayUnpickler(file, encoding="bytes").load()
         if not isinstance(batch, dict):
             raise pickle.UnpicklingError(f"expected a dictionary, got {type(batch).__name__}")
         batch = {key.decode() if isinstance(key, bytes) else key: value for key, value in batch.items()}
         images = np.asarray(batch["data"], np.uint8).reshape(-1, 3, 32, 32)
         labels = np.asarray(batch[key], np.int64)
-    except Exception as err:  # damaged bytes cause errors of many kinds
+    except _DAMAGED_PICKLE as err:
         raise ValueError(f"{path} is truncated or not a {label} batch: {err}") from err
     if labels.shape != (len(images),):
         raise ValueError(f"{path} is damaged: {len(images)} images but {labels.size} labels")
@@ -93,11 +100,12 @@ def read_gray_image(path: Path) -> UInt8Array:
 
 @contextmanager
 def opened_picture(path: Path) -> Iterator[Image.Image]:
-    raw = path.read_bytes()
     try:
-        picture = Image.open(io.BytesIO(raw))
+        picture = Image.open(path)
         picture.load()
-    except Exception as err:  # damaged bytes cause errors of many kinds
+    except FileNotFoundError:
+        raise
+    except _DAMAGED_PICTURE as err:
         raise ValueError(f"{path} is truncated or no picture: {err}") from err
     with picture:
         yield picture

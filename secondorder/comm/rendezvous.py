@@ -63,14 +63,11 @@ def first_meeting(rank: int, world: int) -> Iterator[None]:
     """Explain an error of the ``with`` block, in which an optimizer creates groups, if only this rank may have it.
 
     Raises:
-        ValueError: If the block raises it, as it then does on every rank.
-        RuntimeError: If the block raises another error.
+        RuntimeError: If messages of the block fail or time out.
     """
     try:
         yield
-    except ValueError:
-        raise
-    except Exception as error:
+    except (RuntimeError, OSError) as error:  # torch's errors of stores, backends and connections are RuntimeErrors
         raise RuntimeError(
             f"rank {rank} could not meet all {world} ranks ({error}). Every rank of the process group must construct "
             "the optimizer, at the same place of the program."

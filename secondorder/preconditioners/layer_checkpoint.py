@@ -91,41 +91,32 @@ class LayerCheckpoint:
         curvature.runtime.stacks.clear()
         curvature.exchange.learned_at.clear()
         curvature.forget_step()
-        complete = {b: set(b.state) for b in plan.blocks}
-        refreshes = {b.owner: b.state.get("refreshes", 0) for b in plan.blocks}
+        before = {b.owner: dict(b.state) for b in plan.blocks}
         with curvature.exchange.holding_back():
             changed = rebuild()
         curvature.exchange.unsent |= {b.name for b in plan.blocks}
-        self._find_again(complete, refreshes)
+        self._find_again(before)
         if hooks.is_hooked:
             if changed:
                 hooks.hook()
             hooks.discard()
             hooks.arm()
 
-    def _find_again(self, complete: Mapping[Any, set[str]], refreshes: Mapping[nn.Parameter, int]) -> None:
-        """Recompute the curvature that a checkpoint left out.
-
-        Args:
-            complete: By block, the keys of its state in the checkpoint.
-            refreshes: By owner of a block, the number of refreshes in the checkpoint.
-        """
+    def _find_again(self, before: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
+        """Recompute the curvature that a checkpoint left out, with its states ``before`` the new plan."""
         curvature, plan = self._curvature, self._plan
         derived = {key for key, entry in plan.table.entries.items() if entry.derived}
-        renewed = [
-            b
-            for b, found in complete.items()
-            if b.state.get("factor_updates") and any(key in derived and key not in found for key in b.state)
-        ]
+        used = [b for b in plan.blocks if b.owner in before and b.state["factor_updates"] > 0]
+        refreshes = {b: before[b.owner].get("refreshes", 0) for b in used}
+        renewed = [b for b in used if any(key in derived and key not in before[b.owner] for key in b.state)]
         curvature.refresher.missing.clear()
         if plan.comm.combines:  # with the other ranks, at the next step: loading sends nothing
-            for block in plan.blocks:
-                lean = block.group["checkpoint_curvature"] == "factors"
-                if lean and block.state["factor_updates"] > 0 and refreshes.get(block.owner):
-                    block.state["refreshes"] = refreshes[block.owner]
+            for block in used:
+                if block.group["checkpoint_curvature"] == "factors" and refreshes[block]:
+                    block.state["refreshes"] = refreshes[block]
                     curvature.refresher.missing.add(block.name)
         elif renewed:
             with torch.no_grad(), full_precision(renewed[0].owner.device):
                 ok = curvature.refresh(renewed, True, restores=True)
             for block, good in zip(renewed, ok.cpu().numpy(), strict=True):
-                block.state["refreshes"] = refreshes[block.owner] if good else 0
+                block.state["refreshes"] = refreshes[block] if good else 0

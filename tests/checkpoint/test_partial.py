@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from tests.support.checkpoints import DCP, Pair, Way, builder, by_file, size_of_the_file, through_a_file
 from tests.support.methods import Method, Variant
@@ -58,6 +59,24 @@ def test_state_that_is_left_out(method: Method, variant: Variant, mlp: Task) -> 
             assert keys == held | kept or method.family == "factors", (kind, name)
     assert sizes == sorted(sizes, reverse=True)
     assert len({*sizes}) == len(sizes)
+
+
+@pytest.mark.option("factor_update_steps")
+def test_factors_alone_are_refreshed_at_load_if_another_layer_was_pruned(
+    method: Method, variant: Variant, mlp: Task
+) -> None:
+    build, model, optimizer = trained(method, variant, mlp, "factors", steps=1)
+    other, second = build()
+    other.load_state_dict(model.state_dict())
+    prune.l1_unstructured(other.first, "weight", amount=0.5)
+    second.load_state_dict(through_a_file(optimizer.state_dict()))
+    kept = {name: names for name, names in covered_layers(model).items() if name != "first"}
+    assert {block.name for block in second.preconditioner.plan.blocks} == kept.keys()
+    for names in kept.values():
+        old, new = optimizer.state[model.get_parameter(names[0])], second.state[other.get_parameter(names[0])]
+        assert new["refreshes"] == old["refreshes"] == 1
+        for key in variant.owner_state & {*DERIVED, "scale"} - {"basis_a", "basis_g"}:
+            torch.testing.assert_close(new[key], old[key], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.option("factor_update_steps")

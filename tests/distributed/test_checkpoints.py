@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils import prune
 
 from secondorder import LowRank
 from tests.support.grid import each
@@ -256,6 +257,25 @@ def test_loaded_factors_may_be_saved_and_copied_before_the_first_step(rank: int,
         assert refreshes == [2, 2, 2]
         paths.append(torch.stack(train(model, optimizer, rank, world, run, BREAK, BREAK + 4)))
     assert_replicas([path for of_rank in everywhere(paths) for path in of_rank])
+
+
+@on_every_rank(2)
+def test_loaded_factors_are_refreshed_if_another_layer_was_pruned(rank: int, world: int) -> None:
+    run = Run(keywords={"factor_update_steps": 1, "refresh_warmup": False, "checkpoint_curvature": "factors"})
+    trained, optimizer = started(rank, "mem", run)
+    train(trained, optimizer, rank, world, run, 0, BREAK)
+    optimizer.consolidate_state_dict(to=None)
+    saved = snapshot(optimizer)
+    model, optimizer = started(rank, "mem", run)
+    model.load_state_dict(trained.state_dict())
+    pruned = next(iter(optimizer.blocks))
+    prune.l1_unstructured(model.get_submodule(pruned), "weight", amount=0.5)
+    optimizer.load_state_dict(saved)
+    blocks = optimizer.preconditioner.plan.blocks
+    assert pruned not in {block.name for block in blocks}
+    assert [block.state["refreshes"] for block in blocks] == [2, 2]
+    path = torch.stack(train(model, optimizer, rank, world, run, BREAK, BREAK + 2))
+    assert_replicas(everywhere(path))
 
 
 def ordered(saved: Saved, backwards: bool) -> Saved:

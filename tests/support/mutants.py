@@ -208,7 +208,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "refreshes-restart-after-loading", "preconditioners/layer_checkpoint.py",
-        'block.state["refreshes"] = refreshes[block.owner] if good else 0', 'block.state["refreshes"] = 0',
+        'block.state["refreshes"] = refreshes[block] if good else 0', 'block.state["refreshes"] = 0',
         ("tests/checkpoint -k resume", "tests/checkpoint"),
     ),
     # ---------------------------------------------------------------- devices other than the CPU
