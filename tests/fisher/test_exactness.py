@@ -21,7 +21,7 @@ from tests.support.kfac import all_factors, assert_close, assert_factors, held_f
 from tests.support.layer_cases import CASES, ONE_OF_EACH
 from tests.support.models import Tokens, convnet, images, mlp, seeded_build, vectors
 from tests.support.networks import NORMED, TwoHeads, applied, mixing
-from tests.support.oracles.curvlinops import curvlinops_blocks
+from tests.support.oracles.curvlinops import curvlinops_blocks, gauss_newton_blocks
 from tests.support.oracles.ekfac import over_null_spaces
 from tests.support.oracles.fisher import (
     LOSSES,
@@ -83,24 +83,36 @@ def test_linear_network_with_square_loss_is_the_hessian(method, approx, bias, lo
     model, x = mlp((4, 3, 5, 2), bias=bias, activation=nn.Identity), noise(6, 4)
     y, (likelihood, value) = noise(6, 2, seed=1), LOSSES[loss]
     plain = twin(model)
+    ggn = gauss_newton_blocks(plain, x, y, objective("mse", "mean" if "mean" in loss else "sum", 2))
     opt = still(model, "exact", method, approx=approx)
     measured_scale(opt, model, lambda: observed_step(opt, model, x, likelihood))
     for name in ("0", "2", "4"):
         exact = hessian_block(plain, name, lambda forward: value(forward(x), y) / (1 if "mean" in loss else len(x)))
-        assert_close(opt.dense_curvature(name), exact, 1e-9, name)
+        assert_close(opt.dense_curvature(name), exact, 1e-9, f"Hessian of {name}")
+        per_datum = ggn[name] if "mean" in loss else ggn[name] / len(x)
+        assert_close(opt.dense_curvature(name), per_datum, 1e-9, f"Gauss-Newton of {name}")
 
 
 # ---------------------------------------------------------------- Equal to curvlinops' type-2 factors
-@each(kind=["mlp", "strided conv", "pooled tokens"], approx=APPROXIMATIONS)
+@each(
+    lambda kind, approx: kind != "tokens" or approx == "expand",
+    approx=APPROXIMATIONS,
+    kind=["mlp", "strided conv", "padded conv", "pooled tokens", "tokens"],
+)
 def test_cross_entropy_equals_curvlinops(kind, approx):
+    """Positions of the tokens do not interact before the loss, so every token is an example in both libraries."""
+    likelihood, keywords = "categorical", {}
     if kind == "mlp":
         model, (x, y) = mlp((4, 5, 6, 3)), vectors()
     elif kind == "pooled tokens":
         model, (x, y) = seeded_build(lambda: Tokens(read="mean")), (noise(4, 5, 3), labels(4, 3))
+    elif kind == "tokens":
+        model, x, y = seeded_build(Tokens), noise(4, 5, 3), torch.randint(3, (4, 5))
+        likelihood, keywords = secondorder.Categorical(class_dim=1), {"loss_terms": 5}
     else:
-        model, (x, y) = convnet(stride=2, padding=1), images()
+        model, (x, y) = convnet(**({"stride": 2} if kind == "strided conv" else {"padding": 1})), images()
     theirs = curvlinops_blocks(twin(model), x, y, objective("ce", "mean", 3), approx, "type-2")
-    opt = factors_after(model, x, "categorical", approx=approx)
+    opt = factors_after(model, x, likelihood, approx=approx, **keywords)
     assert_factors({name: held_factors(opt, model, name) for name in theirs}, theirs)
 
 

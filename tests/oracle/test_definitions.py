@@ -41,6 +41,15 @@ def test_rows_reproduce_the_gradient_of_every_convolution(dims, mode, padding, g
     assert_close(rows.mean_gradient().flatten(0, 1), layer_gradient(layer), 1e-12)
 
 
+def test_rows_reproduce_the_gradient_of_linear():
+    for shape in ((5, 3), (4, 2, 3), (3, 2, 2, 3)):
+        layer = seeded_build(lambda: nn.Linear(3, 2))
+        x, y = noise(*shape), noise(*shape[:-1], 2, seed=1)
+        backward(layer, x, y, F.mse_loss)
+        rows = example_rows(layer, [""], x, y, F.mse_loss)[""]
+        assert_close(rows.mean_gradient()[0], layer_gradient(layer), 1e-12)
+
+
 @pytest.mark.parametrize("approx", ["expand", "reduce"])
 def test_own_token_factors_are_those_of_curvlinops(approx):
     model, x, y = seeded_build(Tokens), noise(4, 5, 3), labels(20, 3).view(4, 5)

@@ -1,15 +1,63 @@
-"""Norm layers that precondition together solve the equations of each of their units.
+"""Blocks that precondition together solve the equations of each: explicit curvature and solves in float64.
 
-Other layers are in `test_truncated.py` and `tests/curvature/test_block_stacks.py`.
+Those of KFAC are in `test_truncated.py`.
 """
 
 import pytest
 import torch
 from torch import nn
 
-from tests.support.kfac import plain_kfac
+from secondorder import EKFAC, KFAC
 
-N, WIDTH, DAMPING = 20, 6, 0.3
+LAYERS, N, WIDTH, DAMPING = 5, 20, 6, 0.3
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(*(part for _ in range(LAYERS) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh()))).double()
+
+
+def rows_of(model, x, y):
+    """Inputs with a 1 appended and gradients of the outputs of each layer, by an explicit forward pass."""
+    inputs, outputs, h = [], [], x
+    for layer in model[::2]:
+        inputs.append(torch.cat([h, h.new_ones(len(h), 1)], 1).detach())
+        outputs.append(h @ layer.weight.T + layer.bias)
+        h = outputs[-1].tanh()
+    loss = (h - y).square().sum(1).mean()
+    return list(zip(inputs, torch.autograd.grad(loss, outputs), strict=True))
+
+
+def moved(model, optimizer, x, y):
+    """The step of each layer as a matrix, for a learning rate of 1."""
+    before = [torch.cat([m.weight, m.bias[:, None]], 1).detach().clone() for m in model[::2]]
+    optimizer.zero_grad()
+    (model(x) - y).square().sum(1).mean().backward()
+    optimizer.step()
+    after = [torch.cat([m.weight, m.bias[:, None]], 1).detach() for m in model[::2]]
+    return [a - b for a, b in zip(before, after, strict=True)]
+
+
+PLAIN = {
+    "lr": 1.0, "momentum": 0.0, "kl_clip": None, "damping": DAMPING, "factor_update_steps": 1, "inv_update_steps": 1,
+}  # fmt: skip
+
+
+def test_ekfac_solves_with_second_moments_in_explicit_bases():
+    """A first step of length zero finds the bases, in which the second one measures the scale."""
+    model = network()
+    x, y = torch.randn(N, WIDTH).double(), torch.randn(N, WIDTH).double()
+    expected = []
+    for a, g in rows_of(model, x, y):
+        (_, q_a), (_, q_g) = torch.linalg.eigh(a.T @ a / N), torch.linalg.eigh(N * g.T @ g)
+        each = torch.einsum("ni,nj->nij", N * g @ q_g, a @ q_a)
+        scale = each.square().mean(0)
+        expected.append(q_g @ ((q_g.T @ (g.T @ a) @ q_a) / (scale + DAMPING)) @ q_a.T)
+    optimizer = EKFAC(model, **PLAIN)
+    optimizer.param_groups[0]["lr"] = 0.0
+    moved(model, optimizer, x, y)
+    optimizer.param_groups[0]["lr"] = 1.0
+    torch.testing.assert_close(moved(model, optimizer, x, y), expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("mode", ["absolute", "relative"])
@@ -19,7 +67,7 @@ def test_each_norm_is_damped_by_the_curvature_of_its_own_units(mode):
     norms, scales = nn.ModuleList(nn.LayerNorm(WIDTH).double() for _ in range(3)), (1.0, 30.0, 0.1)
     inputs = [torch.randn(N, WIDTH).double() for _ in norms]
     targets = [torch.randn(N, WIDTH).double() * torch.linspace(0.5, 2.0, WIDTH).double() for _ in norms]
-    optimizer, expected, loss = plain_kfac(norms, damping=DAMPING, damping_mode=mode), [], 0.0
+    optimizer, expected, loss = KFAC(norms, damping_mode=mode, **PLAIN), [], 0.0
     for norm, x, y, s in zip(norms, inputs, targets, scales, strict=True):
         loss = loss + s * (norm(x) - y).square().sum(1).mean()
         hat = (x - x.mean(1, keepdim=True)) / (x.var(1, unbiased=False, keepdim=True) + 1e-5).sqrt()

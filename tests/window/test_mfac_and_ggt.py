@@ -11,7 +11,14 @@ from secondorder import MFAC, SparseMFAC, TopK, WindowOptions
 from secondorder.linalg import gram
 from tests.support.building import built
 from tests.support.grid import pairs
-from tests.support.oracles.window import Average, PublishedDynamic, fisher_direction, root_direction
+from tests.support.oracles.window import (
+    Average,
+    PublishedDynamic,
+    fisher_direction,
+    recursion,
+    root_direction,
+    woodbury,
+)
 from tests.support.window import assert_near, history, noise, parameters, push, states
 from tests.support.window_storages import METHODS, STORAGES, averaging, explicit, regular
 
@@ -30,7 +37,7 @@ def rows_at(g: Tensor, step: int, m: int = 5) -> Tensor:
 
 # -------------------------------------------------------------------------------------------------------------- inverse
 @pairs(m=[1, 2, 5, 30], solver=["auto", "cholesky", "eigh"])
-def test_push_through_is_the_explicit_inverse(m: int, solver: str) -> None:
+def test_push_through_is_woodbury_is_the_recursion_is_the_explicit_inverse(m: int, solver: str) -> None:
     opt, params = new(window_size=m, solver=solver)
     g = noise(3 * m + 2, D)
     for step in range(len(g)):
@@ -38,7 +45,8 @@ def test_push_through_is_the_explicit_inverse(m: int, solver: str) -> None:
         if step > 6 and step % 7:
             continue
         rows = rows_at(g, step, m)
-        assert_near(u, fisher_direction(rows, rows[-1], SMALL), 1e-9, step)
+        for form in (woodbury, recursion, fisher_direction):
+            assert_near(u, form(rows, rows[-1], SMALL, len(rows)), 1e-9, step)
 
 
 @pytest.mark.parametrize("m", [7, 8])

@@ -3,7 +3,7 @@
 import warnings
 
 import torch
-from curvlinops import KFACLinearOperator
+from curvlinops import GGNLinearOperator, KFACLinearOperator
 from torch import Tensor, nn
 
 from tests.support.oracles.kfac import Objective, covered_names
@@ -51,3 +51,9 @@ def dense_blocks(op, model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     dense = op @ torch.eye(sum(p.numel() for p in model.parameters()), dtype=dtype)
     orders = {name: block_order(model, name) for name in covered_names(model)}
     return {name: dense[order][:, order] for name, order in orders.items()}
+
+
+def gauss_newton_blocks(model: nn.Module, x: Tensor, y: Tensor, loss: Objective) -> dict[str, Tensor]:
+    """Blocks of the exact Gauss-Newton matrix over vec([W | b])."""
+    op = GGNLinearOperator(model, loss.module, list(model.parameters()), [(x, y)], check_deterministic=False)
+    return dense_blocks(op, model, x.dtype)

@@ -84,6 +84,22 @@ def woodbury(rows: Tensor, x: Tensor, damping: float, n: int) -> Tensor:
     return (x - rows.mT @ torch.linalg.solve(S, rows @ x)) / damping
 
 
+def recursion(rows: Tensor, x: Tensor, damping: float, n: int) -> Tensor:
+    """The same F⁻¹x by rank-one updates, one row after the other (2107.03356, the static algorithm)."""
+
+    def inverse_times(vector: Tensor, done: list[tuple[Tensor, Tensor]]) -> Tensor:
+        result = vector / damping
+        for v, q in done:
+            result = result - v * (v @ vector) / q
+        return result
+
+    done: list[tuple[Tensor, Tensor]] = []
+    for g in rows:
+        v = inverse_times(g, done)
+        done.append((v, n + g @ v))
+    return inverse_times(x, done)
+
+
 class PublishedDynamic:
     """The dynamic algorithm of 2107.03356: a ring of m gradients that starts as zeros, dots, and two triangles.
 
