@@ -39,16 +39,9 @@ def in_patches(net: Any, x: Tensor) -> Tensor:
     return torch.tanh(net.layer(patches)).transpose(0, 1).flatten(1)
 
 
-def windows(layer: nn.Module) -> Net:
-    return Net(in_windows, layer=layer)
-
-
-def turned(layer: nn.Module) -> Net:
-    return Net(in_turn, layer=layer)
-
-
-def patches(layer: nn.Module) -> Net:
-    return Net(in_patches, attention=nn.MultiheadAttention(5, 1), layer=layer)
+def using(function: Callable[[Any, Tensor], Tensor], layer: nn.Module) -> Net:
+    others = {"attention": nn.MultiheadAttention(5, 1)} if function is in_patches else {}
+    return Net(function, layer=layer, **others)
 
 
 def solved(model: nn.Module, layer: nn.Module, x: Tensor, weights: Tensor, alone: bool = True) -> tuple[Tensor, Tensor]:
@@ -82,25 +75,25 @@ def step(optimizer: Any, model: nn.Module, x: Tensor, weights: Tensor) -> dict[s
     return dict(kept)
 
 
-#: Kind of model, number of examples, shape of the input.
+#: What the model does, number of examples, shape of the input.
 DETERMINED = [
-    *((kind, n, (n, 8, 8, 5)) for kind in (windows, patches) for n in (15, 17)),
-    *((patches, n, (n, 8, 8, 5)) for n in (8, 16)),  # attention knows its own layout
-    *((turned, n, (n, 30, 5)) for n in (15, 17)),
-    *((turned, n, (n, 2 * n, 5)) for n in (8, 16)),  # the input has the same number of positions
+    *((function, n, (n, 8, 8, 5)) for function in (in_windows, in_patches) for n in (15, 17)),
+    *((in_patches, n, (n, 8, 8, 5)) for n in (8, 16)),  # attention knows its own layout
+    *((in_turn, n, (n, 30, 5)) for n in (15, 17)),
+    *((in_turn, n, (n, 2 * n, 5)) for n in (8, 16)),  # the input has the same number of positions
 ]
 
 
-@pytest.mark.parametrize(("kind", "n", "shape"), DETERMINED, ids=[f"{k.__name__}-{n}" for k, n, _ in DETERMINED])
-def test_layouts_that_can_be_inferred(kind: Callable[[nn.Module], nn.Module], n: int, shape: tuple[int, ...]) -> None:
-    torch.manual_seed(0)
+@pytest.mark.parametrize(("function", "n", "shape"), DETERMINED)
+def test_layouts_that_can_be_inferred(
+    function: Callable[[Any, Tensor], Tensor], n: int, shape: tuple[int, ...]
+) -> None:
     layer = nn.LayerNorm(5)
-    assert_solved(kind(layer).double(), layer, torch.randn(shape).double())
+    assert_solved(using(function, layer).double(), layer, torch.randn(shape).double())
 
 
 def test_expanded_factors_do_not_need_the_layout(recwarn: pytest.WarningsRecorder) -> None:
-    torch.manual_seed(0)
-    model = windows(nn.Linear(5, 5)).double()
+    model = using(in_windows, nn.Linear(5, 5)).double()
     optimizer = KFAC(model, lr=0.0, damping=DAMPING, kl_clip=None)
     x = torch.randn(16, 8, 8, 5).double()
     step(optimizer, model, x, torch.randn(16, 320).double())
@@ -211,12 +204,12 @@ UNKNOWN = "may have the examples of the batch in their second dimension or"
 WINDOWS = torch.linspace(-9, 9, 16 * 320).view(16, 8, 8, 5).sin().double()
 #: Method, its keywords, a model, its input, and a part of the warning.
 LEFT_OUT: dict[str, tuple[Any, dict[str, Any], Callable[[], nn.Module], Tensor, str]] = {
-    "norm": (KFAC, {}, lambda: windows(nn.LayerNorm(5)), WINDOWS, UNKNOWN),
-    "reduce": (KFAC, {"approx": "reduce"}, lambda: windows(nn.Linear(5, 5)), WINDOWS, UNKNOWN),
-    "scale": (EKFAC, {}, lambda: windows(nn.Linear(5, 5)), WINDOWS, UNKNOWN),
-    "rows": (HyLo, {"mode": "sngd", "approx": "expand"}, lambda: windows(nn.Linear(5, 5)), WINDOWS, UNKNOWN),
-    "observed norm": (KFAC, {"fisher": "exact"}, lambda: windows(nn.LayerNorm(5)), WINDOWS, UNKNOWN),
-    "observed, EKFAC": (EKFAC, {"fisher": "exact"}, lambda: windows(nn.LayerNorm(5)), WINDOWS, UNKNOWN),
+    "norm": (KFAC, {}, lambda: using(in_windows, nn.LayerNorm(5)), WINDOWS, UNKNOWN),
+    "reduce": (KFAC, {"approx": "reduce"}, lambda: using(in_windows, nn.Linear(5, 5)), WINDOWS, UNKNOWN),
+    "scale": (EKFAC, {}, lambda: using(in_windows, nn.Linear(5, 5)), WINDOWS, UNKNOWN),
+    "rows": (HyLo, {"mode": "sngd", "approx": "expand"}, lambda: using(in_windows, nn.Linear(5, 5)), WINDOWS, UNKNOWN),
+    "observed norm": (KFAC, {"fisher": "exact"}, lambda: using(in_windows, nn.LayerNorm(5)), WINDOWS, UNKNOWN),
+    "observed, EKFAC": (EKFAC, {"fisher": "exact"}, lambda: using(in_windows, nn.LayerNorm(5)), WINDOWS, UNKNOWN),
     "as many positions as examples": (
         KFAC, {}, lambda: known(nn.MultiheadAttention(5, 1), False), WINDOWS.view(16, -1, 5)[:, :16], UNKNOWN,
     ),
@@ -228,7 +221,6 @@ LEFT_OUT: dict[str, tuple[Any, dict[str, Any], Callable[[], nn.Module], Tensor, 
 @pytest.mark.parametrize("case", LEFT_OUT)
 def test_a_layer_of_unknown_layout_is_left_out_with_a_warning(case: str) -> None:
     kind, keywords, build, x, message = LEFT_OUT[case]
-    torch.manual_seed(0)
     model = build().double()
     optimizer = built(kind, model, lr=0.0, damping=DAMPING, kl_clip=None, **keywords)
 

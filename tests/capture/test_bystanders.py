@@ -56,11 +56,8 @@ def test_nothing_inside_a_pause_or_of_an_evaluation_is_captured(inside):
 @each(approx=["expand", "reduce"], mode=["plain", "whole", "whole reentrant"])
 def test_a_pause_around_backward_alone(approx, mode):
     """Its gradients stay, but its statistics do not, even if the forward is recomputed inside the pause."""
-    x, y = vectors()
-    expected = expected_factors(mlp(), x, y, F.cross_entropy, approx=approx)
-    model = mlp()
+    (x, y), (other, target), plain, model = vectors(), vectors(9, seed=5), mlp(), mlp()
     opt = plain_kfac(model, approx=approx)
-    other, target = vectors(9, seed=5)
     other = other.requires_grad_()
     output = model(other) if mode == "plain" else checkpoint(model, other, use_reentrant=mode.endswith("reentrant"))
     value = F.cross_entropy(output, target)
@@ -69,8 +66,7 @@ def test_a_pause_around_backward_alone(approx, mode):
     paused = model[0].weight.grad.clone()
     backward(model, x, y, F.cross_entropy)
     moved = directions(opt, model)
-    assert_factors(all_factors(opt, model), expected)
-    plain = mlp()
+    assert_factors(all_factors(opt, model), expected_factors(plain, x, y, F.cross_entropy, approx=approx))
     backward(plain, x, y, F.cross_entropy)
     assert_close(moved["0"][0][:, :-1], paused + plain[0].weight.grad)
     assert layer_state(opt, model, "0")["factor_updates"] == 1
@@ -93,10 +89,8 @@ class Watched(nn.Module):
         return self.watch(torch.tanh(self.watch(self.second(self.watch(x * 1.0)))))
 
     def forward(self, x):
-        x = self.watch(self.first(self.watch(x * 1.0)))
-        x = self.watch(torch.tanh(x))
-        x = checkpoint(self.middle, x, use_reentrant=False) if self.checkpointed else self.middle(x)
-        return self.third(x)
+        x = self.watch(torch.tanh(self.watch(self.first(self.watch(x * 1.0)))))
+        return self.third(checkpoint(self.middle, x, use_reentrant=False) if self.checkpointed else self.middle(x))
 
 
 @each(checkpointed=[False, True], approx=["expand", "reduce"])
@@ -128,20 +122,17 @@ def operations(model, x, y):
 def test_hooks_add_no_operation_when_nothing_is_due(state):
     model, (x, y) = convnet(activation=nn.ReLU(inplace=True)), images()
     bare = operations(model, x, y)
-    opt = plain_kfac(
-        model, lr=0.01, factor_update_steps=100, inv_update_steps=0 if state == "off" else 100, momentum=0.9
-    )
+    refresh = 0 if state == "off" else 100
+    opt = plain_kfac(model, lr=0.01, factor_update_steps=100, inv_update_steps=refresh, momentum=0.9)
     if state != "off":
-        captured = operations(model, x, y)
-        assert len(captured) > len(bare)  # the count can see a tap
+        assert len(operations(model, x, y)) > len(bare)  # the count can see a tap
     opt.step()
     if state in {"paused", "evaluated"}:
         opt.param_groups[0].update(factor_update_steps=1)
         opt.step()
-    if state == "evaluated":
-        model.eval()
     if state == "detached":
         opt.detach()
+    model.train(state != "evaluated")
     with opt.pause_capture() if state == "paused" else nullcontext():
         assert operations(model, x, y) == bare
 

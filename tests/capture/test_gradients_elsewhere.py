@@ -4,6 +4,7 @@ The oracle is the curvature of the whole batch, from the per-example gradients o
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,10 +23,10 @@ from tests.support.networks import Recomputing
 from tests.support.oracles.kfac import expected_factors
 from tests.support.oracles.ranks import distance
 from tests.support.pool import Pool, device_of
-from tests.support.warned import silent, warned
+from tests.support.warned import messages_of, silent
 
 PARTS = 4
-EVERY_STEP = {KFAC: ("factor_update_steps", "inv_update_steps"), HyLo: ("update_steps",)}
+EVERY_STEP = {KFAC: {"factor_update_steps": 1, "inv_update_steps": 1}, HyLo: {"update_steps": 1}}
 EVERY_STEP[EKFAC] = EVERY_STEP[KFAC]
 
 Loop = Callable[[nn.Module, Any], None]
@@ -82,24 +83,13 @@ def accumulated(model: nn.Module, optimizer: Any) -> None:
         loss().backward()
 
 
-def by_grad(model: nn.Module, optimizer: Any) -> None:
-    collect(model, [returned(model, loss) for loss in losses(model, optimizer)])
-
-
-def by_grad_and_clipped(model: nn.Module, optimizer: Any) -> None:
-    collect(model, [[g * 0.1 for g in returned(model, loss)] for loss in losses(model, optimizer)])
-
-
-def reset_to_zeros(model: nn.Module, optimizer: Any) -> None:
-    collect(model, [taken(model, loss, set_to_none=False) for loss in losses(model, optimizer)])
-
-
-def reset_to_none(model: nn.Module, optimizer: Any) -> None:
-    collect(model, [taken(model, loss) for loss in losses(model, optimizer)])
+def kept(way: Callable[[nn.Module, Any], list[Tensor]]) -> Loop:
+    """A loop that keeps the gradients which ``way`` returns for each micro-batch."""
+    return lambda model, optimizer: collect(model, [way(model, loss) for loss in losses(model, optimizer)])
 
 
 def reset_to_none_and_evaluated(model: nn.Module, optimizer: Any) -> None:
-    reset_to_none(model, optimizer)
+    kept(taken)(model, optimizer)
     with optimizer.pause_capture():
         probe(model)
 
@@ -138,16 +128,12 @@ def after_batches_that_were_given_up(model: nn.Module, optimizer: Any) -> None:
 
 
 def after_one_that_was_given_up_and_clipped(model: nn.Module, optimizer: Any) -> None:
-    probe(model).backward()
-    model.zero_grad()
-    accumulated(model, optimizer)
+    after_batches_that_were_given_up(model, optimizer)
     nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
 
 
 def after_one_that_was_given_up_and_with_a_penalty(model: nn.Module, optimizer: Any) -> None:
-    probe(model).backward()
-    optimizer.zero_grad()
-    accumulated(model, optimizer)
+    after_batches_that_were_given_up(model, optimizer)
     with optimizer.pause_capture():
         probe(model).mul(3).backward()
 
@@ -164,37 +150,56 @@ def clipped_each_time(model: nn.Module, optimizer: Any) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
 
 
-def weighted_by_gradients(model: nn.Module, optimizer: Any) -> None:
+def compared(model: nn.Module, value: Tensor) -> Tensor:
     """Compare the gradients of two terms at the last layer before the backward pass, as the loss of VQGAN does."""
+    for term in (value, 2 * value):
+        torch.autograd.grad(term, model[2].weight, retain_graph=True)
+    return value
+
+
+def weighted_by_gradients(model: nn.Module, optimizer: Any) -> None:
     for loss in losses(model, optimizer):
-        value = loss()
-        for term in (value, 2 * value):
-            torch.autograd.grad(term, model[2].weight, retain_graph=True)
-        value.backward()
+        compared(model, loss()).backward()
 
 
 def reset_after_comparing(model: nn.Module, optimizer: Any) -> None:
     x, y = batch()
-    value = F.cross_entropy(model(x), y)
-    for term in (value, 2 * value):
-        torch.autograd.grad(term, model[2].weight, retain_graph=True)
+    value = compared(model, F.cross_entropy(model(x), y))
     optimizer.zero_grad()
     value.backward()
 
 
-RIGHT = [
-    accumulated, weighted_by_gradients, reset_after_comparing,
-    by_grad, by_grad_and_clipped, reset_to_zeros, after_batches_that_were_given_up,
-    after_one_that_was_given_up_and_clipped, after_one_that_was_given_up_and_with_a_penalty, between_probes,
-    clipped_each_time,
-]  # fmt: skip
-LEFT_OUT = [reset_to_none, reset_to_none_and_evaluated, reset_by_the_optimizer, added_to_the_last, in_turn]
+RIGHT: dict[str, Loop] = {
+    "accumulated": accumulated,
+    "weighted by gradients": weighted_by_gradients,
+    "reset after comparing": reset_after_comparing,
+    "by grad": kept(returned),
+    "by grad, clipped": kept(lambda model, loss: [g * 0.1 for g in returned(model, loss)]),
+    "reset to zeros": kept(partial(taken, set_to_none=False)),
+    "after batches that were given up": after_batches_that_were_given_up,
+    "after one, clipped": after_one_that_was_given_up_and_clipped,
+    "after one, with a penalty": after_one_that_was_given_up_and_with_a_penalty,
+    "between probes": between_probes,
+    "clipped each time": clipped_each_time,
+}
+LEFT_OUT: dict[str, Loop] = {
+    "reset to None": kept(taken),
+    "reset to None and evaluated": reset_to_none_and_evaluated,
+    "reset by the optimizer": reset_by_the_optimizer,
+    "added to the last": added_to_the_last,
+    "in turn": in_turn,
+}
+METHODS = [KFAC, EKFAC, HyLo]
+
+
+def updates(optimizer: Any) -> list[int]:
+    return [optimizer.state[b.owner]["factor_updates"] for b in optimizer.blocks.values()]
 
 
 def dense_after(method: type, loop: Loop) -> dict[str, Tensor]:
     """The curvature after two steps; the second begins with the gradients of the first."""
     model = net()
-    optimizer = built(method, model, lr=0.0, **dict.fromkeys(EVERY_STEP[method], 1))
+    optimizer = built(method, model, lr=0.0, **EVERY_STEP[method])
     for _ in range(2):
         loop(model, optimizer)
         with silent():
@@ -203,7 +208,7 @@ def dense_after(method: type, loop: Loop) -> dict[str, Tensor]:
     return {name: optimizer.dense_curvature(name) for name in optimizer.blocks}
 
 
-@each(method=[KFAC, EKFAC, HyLo], loop=RIGHT)
+@each(method=METHODS, loop=RIGHT)
 def test_curvature_is_that_of_the_whole_batch(method: type, loop: Loop) -> None:
     found, expected = dense_after(method, loop), dense_after(method, accumulated)
     if method is KFAC:
@@ -214,15 +219,15 @@ def test_curvature_is_that_of_the_whole_batch(method: type, loop: Loop) -> None:
         assert distance(found[name], curvature) < 1e-9
 
 
-@each(method=[KFAC, EKFAC, HyLo], loop=LEFT_OUT)
+@each(method=METHODS, loop=LEFT_OUT)
 def test_left_out_with_one_warning_and_back_at_the_next_step(method: type, loop: Loop) -> None:
     model = net()
-    optimizer = built(method, model, lr=0.0, **dict.fromkeys(EVERY_STEP[method], 1))
+    optimizer = built(method, model, lr=0.0, **EVERY_STEP[method])
     loop(model, optimizer)
     with pytest.warns(UserWarning, match=r"set_to_none=False.*torch\.autograd\.grad") as caught:
         optimizer.step()
     assert len(caught) == 1
-    assert [optimizer.state[b.owner]["factor_updates"] for b in optimizer.blocks.values()] == [0, 0]
+    assert updates(optimizer) == [0, 0]
     assert REPLACED in optimizer.describe()
     with silent():
         optimizer.zero_grad()
@@ -231,33 +236,31 @@ def test_left_out_with_one_warning_and_back_at_the_next_step(method: type, loop:
         optimizer.zero_grad()
         accumulated(model, optimizer)
         optimizer.step()
-    assert [optimizer.state[b.owner]["factor_updates"] for b in optimizer.blocks.values()] == [1, 1]
+    assert updates(optimizer) == [1, 1]
 
 
 def test_gradients_of_two_losses_through_one_forward_are_left_out_with_a_warning() -> None:
     model = net()
     optimizer = plain_kfac(model)
     value = F.cross_entropy(model(batch()[0]), batch()[1])
-    for _ in range(2):
-        gradients = torch.autograd.grad(value, list(model.parameters()), retain_graph=True)
-    collect(model, [list(gradients)])
+    collect(model, [torch.autograd.grad(value, list(model.parameters()), retain_graph=True) for _ in range(2)])
     with pytest.warns(UserWarning, match=r"torch\.autograd\.grad was called twice for one forward pass"):
         optimizer.step()
 
 
-@each(loop=[accumulated, by_grad, in_turn])
-def test_a_layer_that_is_recomputed_counts_like_the_others(loop: Loop) -> None:
+@pytest.mark.parametrize(("loop", "counted"), [(accumulated, 1), (kept(returned), 1), (in_turn, 0)])
+def test_a_layer_that_is_recomputed_counts_like_the_others(loop: Loop, counted: int) -> None:
     """A ``Function`` returns its gradients to the pass that called it, whose own destination decides."""
     model = nn.Sequential(*net(), Recomputed(nn.Linear(10, 10).double()), nn.Linear(10, 10).double())
     optimizer = plain_kfac(model)
     loop(model, optimizer)
-    with pytest.warns(UserWarning, match="set_to_none=False") if loop is in_turn else silent():
+    with silent() if counted else pytest.warns(UserWarning, match="set_to_none=False"):
         optimizer.step()
-    assert {optimizer.state[b.owner]["factor_updates"] for b in optimizer.blocks.values()} == {int(loop is not in_turn)}
+    assert set(updates(optimizer)) == {counted}
 
 
 def test_a_window_takes_what_is_in_grad() -> None:
-    for loop in (*RIGHT, *LEFT_OUT):
+    for loop in (RIGHT | LEFT_OUT).values():
         model = net()
         optimizer = MFAC(model, lr=0.0, window_size=4)
         loop(model, optimizer)
@@ -266,22 +269,19 @@ def test_a_window_takes_what_is_in_grad() -> None:
 
 
 def test_observed_statistics_follow_the_same_rules() -> None:
-    found = []
-    for loop in (accumulated, by_grad, reset_to_none, in_turn):
+    found = {}
+    for name in ("accumulated", "by grad", "reset to None", "in turn"):
         model = net()
         optimizer = plain_kfac(model, fisher="exact", lr=0.0)
-        loop(model, optimizer)
-        if loop not in LEFT_OUT:
+        (RIGHT | LEFT_OUT)[name](model, optimizer)
+        warns = pytest.warns(UserWarning, match="are not those that its last backward passes left")
+        with warns if name in LEFT_OUT else nullcontext():
             optimizer.step()
-            found.append(all_factors(optimizer, model))
-            continue
-        with pytest.warns(UserWarning, match="are not those that its last backward passes left"):
-            optimizer.step()
-        assert [optimizer.state[b.owner]["factor_updates"] for b in optimizer.blocks.values()] == [0, 0]
-    assert_factors(found[1], found[0])
+        assert updates(optimizer) == [int(name in RIGHT)] * 2
+        found[name] = all_factors(optimizer, model)
+    assert_factors(found["by grad"], found["accumulated"])
 
 
-# ---------------------------------------------------------------- Several ranks
 def on_ranks(rank: int, world: int, kind: str) -> tuple[Tensor | None, int]:
     """Curvature of the last layer, and the number of warnings; a batch is given up, or rank 0 keeps gradients."""
     model = net().to(device_of(rank))
@@ -292,18 +292,16 @@ def on_ranks(rank: int, world: int, kind: str) -> tuple[Tensor | None, int]:
     if kind == "given up":
         F.cross_entropy(wrapped(x[:3]), y[:3]).backward()
         model.zero_grad()
-    kept = []
+    parts = []
     for a, b in zip(x.chunk(2), y.chunk(2), strict=True):
         value = F.cross_entropy(wrapped(a), b) / 2
         if kind == "kept" and rank == 0:
-            kept.append(taken(model, lambda value=value: value))
+            parts.append(taken(model, lambda value=value: value))
         else:
             value.backward()
-    if kept:
-        collect(model, kept)
-    with warned() as caught:
-        optimizer.step()
-    count = sum(REPLACED in w for w in caught)
+    if parts:
+        collect(model, parts)
+    count = sum(REPLACED in text for text in messages_of(optimizer.step))
     return (optimizer.dense_curvature("2") if optimizer.comm.estimates(1) else None), count
 
 

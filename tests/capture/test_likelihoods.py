@@ -7,6 +7,8 @@ moment of random vectors must be within five standard errors of it.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -39,24 +41,20 @@ def classes(*shape: int, count: int = 4, ignored: bool = False) -> Callable[[int
     return draw
 
 
-def over_pixels(outputs: Tensor, targets: Tensor, **options: int) -> Tensor:
-    return F.cross_entropy(outputs, targets, reduction="sum", **options)
-
-
-def logistic(reduction: str) -> Loss:
-    return lambda f, y: F.binary_cross_entropy_with_logits(f, y, reduction=reduction)
-
-
-def squared(reduction: str, factor: float = 1.0) -> Loss:
-    return lambda f, y: factor * F.mse_loss(f, y, reduction=reduction)
-
-
 def bits(*shape: int) -> Callable[[int], Tensor]:
     return lambda n: torch.randint(2, (n, *shape)).double()
 
 
 def reals(*shape: int) -> Callable[[int], Tensor]:
     return lambda n: torch.randn(n, *shape, dtype=torch.float64)
+
+
+def squared(reduction: str, factor: float = 1.0) -> Loss:
+    return lambda f, y: factor * F.mse_loss(f, y, reduction=reduction)
+
+
+over_pixels = partial(F.cross_entropy, reduction="sum")
+logistic = partial(F.binary_cross_entropy_with_logits, reduction="sum")
 
 
 CASES = {
@@ -67,9 +65,9 @@ CASES = {
     "pixels": Case(Categorical(class_dim=1), over_pixels, (4, 2, 3), classes(2, 3)),
     "ignored pixels": Case(Categorical(class_dim=-3), over_pixels, (4, 2, 3), classes(2, 3, ignored=True)),
     "another ignored class": Case(Categorical(ignore_index=2), partial(over_pixels, ignore_index=2), (4,), classes()),
-    "bits": Case(Bernoulli(), logistic("sum"), (3,), bits(3)),
-    "mean of bits": Case(Bernoulli(mean=True), logistic("mean"), (2, 3), bits(2, 3)),
-    "one bit": Case(Bernoulli(), logistic("sum"), (), bits()),
+    "bits": Case(Bernoulli(), logistic, (3,), bits(3)),
+    "mean of bits": Case(Bernoulli(mean=True), F.binary_cross_entropy_with_logits, (2, 3), bits(2, 3)),
+    "one bit": Case(Bernoulli(), logistic, (), bits()),
     "squares": Case(Gaussian(), squared("sum"), (3,), reals(3)),
     "mean of squares": Case(Gaussian(mean=True), squared("mean"), (2, 3), reals(2, 3)),
     "noise of variance 4": Case(Gaussian(variance=4.0), squared("sum", 0.125), (3,), reals(3)),
@@ -88,12 +86,9 @@ def batch(case: Case, n: int = 3) -> tuple[Tensor, Tensor]:
 
 def hessian(case: Case, outputs: Tensor, targets: Tensor) -> Tensor:
     """Second derivative of the loss of one example, `[d, d]`."""
-    d = outputs.numel()
-    found = torch.autograd.functional.hessian(lambda f: case.loss(f.view_as(outputs), targets), outputs.flatten())
-    return found.view(d, d)
+    return torch.autograd.functional.hessian(lambda f: case.loss(f.view_as(outputs), targets), outputs.flatten())
 
 
-# ---------------------------------------------------------------- exact
 @cases
 def test_columns_and_products_are_those_of_the_hessian(name: str) -> None:
     case = CASES[name]
@@ -125,24 +120,21 @@ def test_a_column_belongs_to_one_term_and_others_are_refused() -> None:
                 likelihood.column(torch.randn(2, 4), None, index)
 
 
-# ---------------------------------------------------------------- random
 DRAWS = 20_000
 
 
-def assert_second_moment(vectors: Tensor, expected: Tensor) -> None:
-    """Mean of `v vᵀ` over draws `[K, d]`: each entry within five standard errors of the expected `[d, d]`.
+def assert_moments(vectors: Tensor, expected: Tensor) -> None:
+    """The means of draws `[K, d]` and of their products: within five standard errors of zero and the expected `[d, d]`.
 
     The standard deviation of a product is estimated from the draws, but is at least that of independent factors: it
     would be zero for two rare classes that never occurred together.
     """
-    products = vectors[:, :, None] * vectors[:, None, :]
-    root = expected.diagonal().sqrt()
-    error = torch.maximum(products.std(0), torch.outer(root, root)) / len(vectors) ** 0.5
-    assert ((products.mean(0) - expected).abs() <= 5 * error + 1e-12).all()
-
-
-def assert_zero_mean(vectors: Tensor) -> None:
-    assert (vectors.mean(0).abs() <= 5 * vectors.std(0) / len(vectors) ** 0.5 + 1e-12).all()
+    count, squares = len(vectors), vectors.square()
+    assert (vectors.mean(0).abs() <= 5 * vectors.std(0) / count**0.5 + 1e-12).all()
+    mean, root = vectors.T @ vectors / count, expected.diagonal().sqrt()
+    deviation = (squares.T @ squares / count - mean.square()).clamp(min=0).sqrt()
+    error = torch.maximum(deviation, torch.outer(root, root)) / count**0.5
+    assert ((mean - expected).abs() <= 5 * error + 1e-12).all()
 
 
 @cases
@@ -153,11 +145,8 @@ def test_the_second_moment_of_random_vectors_is_the_hessian(name: str, kind: str
     draw, (outputs, targets) = getattr(case.likelihood, kind), batch(case, 1)
     repeated, marks = outputs.expand(DRAWS, *case.shape), targets.expand(DRAWS, *targets.shape[1:])
     found = draw(repeated, marks, generator())
-    assert found.shape == repeated.shape
-    assert found.dtype == outputs.dtype
-    vectors = found.reshape(DRAWS, -1)
-    assert_zero_mean(vectors)
-    assert_second_moment(vectors, hessian(case, outputs, targets))
+    assert (found.shape, found.dtype) == (repeated.shape, outputs.dtype)
+    assert_moments(found.reshape(DRAWS, -1), hessian(case, outputs, targets))
     outputs, targets = batch(case, 30)
     before, source = torch.get_rng_state(), generator(3)
     first, second = draw(outputs, targets, source), draw(outputs, targets, source)
@@ -172,13 +161,12 @@ def test_the_second_moment_of_random_vectors_is_the_hessian(name: str, kind: str
 def test_samples_are_gradients_of_the_loss_at_drawn_targets() -> None:
     """They are exactly `p − onehot` and `σ − bit`, so that each one is what a backward pass would give."""
     outputs = torch.randn(50, 4, dtype=torch.float64)
-    drawn = (outputs.softmax(1) - Categorical().sample(outputs, None, generator())).round()
+    probabilities, sample = outputs.softmax(1), Categorical().sample(outputs, None, generator())
+    drawn = (probabilities - sample).round()
     assert torch.equal(drawn.sum(1), torch.ones(50, dtype=torch.float64))
     assert set(drawn.unique().tolist()) == {0.0, 1.0}
     assert drawn.any(0).all()
-    torch.testing.assert_close(
-        Categorical().sample(outputs, None, generator()), outputs.softmax(1) - drawn, rtol=0, atol=1e-15
-    )
+    torch.testing.assert_close(sample, probabilities - drawn, rtol=0, atol=1e-15)
     flipped = outputs.sigmoid() - Bernoulli().sample(outputs, None, generator())
     torch.testing.assert_close(flipped, flipped.round(), rtol=0, atol=1e-15)
     assert set(flipped.round().unique().tolist()) == {0.0, 1.0}
@@ -202,16 +190,14 @@ def test_logits_that_are_not_finite_stay_in_their_term() -> None:
     """There is no error and no check: the step that receives the NaN is dropped."""
     outputs = torch.randn(3, 4)
     outputs[1, 2] = torch.nan
-    for kind in ("sample", "rademacher"):
-        v = getattr(Categorical(), kind)(outputs, None, generator())
+    for draw in (Categorical().sample, Categorical().rademacher):
+        v, ignored = (draw(outputs, y, generator()) for y in (None, torch.tensor([0, -100, 2])))
         assert v[[0, 2]].isfinite().all()
         assert v[1].isnan().all()
-        ignored = getattr(Categorical(), kind)(outputs, torch.tensor([0, -100, 2]), generator())
         assert ignored.isfinite().all()
         assert not ignored[1].any()
 
 
-# ---------------------------------------------------------------- what a mean runs over
 def test_terms_count_what_a_mean_runs_over() -> None:
     for likelihood, shape, expected in (
         (Categorical(), (5, 4), 5),
@@ -223,11 +209,9 @@ def test_terms_count_what_a_mean_runs_over() -> None:
         (Gaussian(), (5, 2, 3), 5),
     ):
         found = likelihood.terms(torch.randn(shape), None)
-        assert isinstance(found, int)
-        assert found == expected
+        assert (type(found), found) == (int, expected)
     outputs, targets = torch.randn(2, 3, 4), torch.tensor([[0, 1, -100], [-100, -100, 2]])
     counted = Categorical().terms(outputs, targets)
-    assert isinstance(counted, Tensor)
     assert counted.shape == ()
     assert counted.item() == Categorical(class_dim=1).terms(outputs.mT, targets).item() == 3
     assert Categorical(ignore_index=2).terms(outputs, targets).item() == 5
@@ -235,24 +219,18 @@ def test_terms_count_what_a_mean_runs_over() -> None:
     assert Categorical().terms(outputs, outputs.softmax(-1)) == 6  # probabilities ignore nothing
 
 
-# ---------------------------------------------------------------- layouts and precisions
 LIKELIHOODS = [Categorical(), Bernoulli(), Bernoulli(mean=True), Gaussian(), Gaussian(variance=2.0, mean=True)]
 likelihoods = pytest.mark.parametrize("likelihood", LIKELIHOODS, ids=repr)
 
 
 def everything(
-    likelihood: Likelihood,
-    outputs: Tensor,
-    tangent: Tensor,
-    targets: Tensor | None = None,
-    source: torch.Generator | None = None,
-    random: bool = True,
+    likelihood: Likelihood, outputs: Tensor, tangent: Tensor, targets: Any = None, source: Any = None
 ) -> list[Tensor]:
+    """A column, a product, and two random vectors."""
     likelihood.terms(outputs, targets)
-    last = likelihood.columns(outputs) - 1
-    drawn = [likelihood.sample, likelihood.rademacher] if random else []
-    exact = [likelihood.column(outputs, targets, last), likelihood.hessian_product(outputs, targets, tangent)]
-    return [*exact, *(draw(outputs, targets, source or generator()) for draw in drawn)]
+    column = likelihood.column(outputs, targets, likelihood.columns(outputs) - 1)
+    drawn = [draw(outputs, targets, source or generator()) for draw in (likelihood.sample, likelihood.rademacher)]
+    return [column, likelihood.hessian_product(outputs, targets, tangent), *drawn]
 
 
 @likelihoods
@@ -268,8 +246,8 @@ def test_precisions(likelihood: Likelihood) -> None:
             assert found.dtype == dtype
             assert torch.equal(found, expected.to(dtype))
     outputs, tangent = 3 * torch.randn(6, 20), torch.randn(6, 20)
-    doubles = everything(likelihood, outputs.double(), tangent.double(), random=False)
-    for single, double in zip(everything(likelihood, outputs, tangent, random=False), doubles, strict=True):
+    doubles = everything(likelihood, outputs.double(), tangent.double())[:2]
+    for single, double in zip(everything(likelihood, outputs, tangent)[:2], doubles, strict=True):
         torch.testing.assert_close(single.double(), double, rtol=1e-5, atol=1e-6)
     weights = torch.randn(6, 5, requires_grad=True)
     outputs, tangent = weights * 2, torch.randn(6, 5)
@@ -287,7 +265,6 @@ def test_certain_bits_keep_their_curvature() -> None:
     torch.testing.assert_close(Bernoulli().hessian_product(logits, None, torch.ones(2, 1)), expected)
 
 
-# ---------------------------------------------------------------- refusals, and custom likelihoods
 def test_names_and_objects_are_resolved_and_nothing_else_is() -> None:
     assert resolve("categorical") == Categorical(ignore_index=-100, class_dim=-1)
     assert resolve("bernoulli") == Bernoulli(mean=False)
@@ -322,22 +299,20 @@ def test_values_out_of_range_are_refused() -> None:
 def test_outputs_and_targets_that_do_not_fit_are_refused() -> None:
     scalar, batched = torch.tensor(1.0), torch.randn(2, 3, 4)
     targets = [torch.zeros(shape, dtype=torch.int64) for shape in ((6,), (3, 2), (2, 3, 1))]
-    refused: list[tuple[Likelihood, Tensor, Tensor | None, type[Exception], str]] = [
-        *((Categorical(class_dim=d), torch.randn(4), None, ValueError, r"batch, got outputs of") for d in (-1, 1, 0)),
-        *((likelihood, scalar, None, ValueError, "batch") for likelihood in (Bernoulli(), Gaussian())),
-        *((Categorical(), batched, y, ValueError, "do not fit outputs") for y in targets),
-        *((likelihood, batched.long(), None, TypeError, "floating") for likelihood in LIKELIHOODS),
-        *((likelihood, batched.cfloat(), None, TypeError, "floating") for likelihood in LIKELIHOODS),
+    refused: list[tuple[Likelihood, Tensor, Tensor | None, str]] = [
+        *((Categorical(class_dim=d), torch.randn(4), None, r"batch, got outputs of") for d in (-1, 1, 0)),
+        *((likelihood, scalar, None, "batch") for likelihood in (Bernoulli(), Gaussian())),
+        *((Categorical(), batched, y, "do not fit outputs") for y in targets),
     ]
-    for likelihood, outputs, y, error, text in refused:
-        with pytest.raises(error, match=text):
-            likelihood.sample(outputs, y, generator())
-        if error is ValueError:
-            with pytest.raises(error, match=text):
-                likelihood.terms(outputs, y)
-        if y is None and error is ValueError:
-            with pytest.raises(error, match=text):
-                likelihood.columns(outputs)
+    for likelihood, outputs, y, text in refused:
+        calls = [lambda: likelihood.sample(outputs, y, generator()), lambda: likelihood.terms(outputs, y)]  # noqa: B023
+        calls += [lambda: likelihood.columns(outputs)] if y is None else []  # noqa: B023
+        for call in calls:
+            with pytest.raises(ValueError, match=text):
+                call()
+    for likelihood, outputs in product(LIKELIHOODS, (batched.long(), batched.cfloat())):
+        with pytest.raises(TypeError, match="floating"):
+            likelihood.sample(outputs, None, generator())
 
 
 def test_a_custom_likelihood_needs_only_sample() -> None:
@@ -354,16 +329,16 @@ def test_a_custom_likelihood_needs_only_sample() -> None:
     outputs = torch.randn(5, 3)
     assert mine.terms(outputs, None) == 5
     assert mine.sample(outputs, None, generator()).shape == (5, 3)
-    for call in (lambda: mine.columns(outputs), lambda: mine.column(outputs, None, 0)):
-        with pytest.raises(NotImplementedError, match=r"Laplace has no columns\(\) and column\(\).*define"):
+    for text, call in (
+        (r"Laplace has no columns\(\) and column\(\)", lambda: mine.columns(outputs)),
+        (r"Laplace has no columns\(\) and column\(\)", lambda: mine.column(outputs, None, 0)),
+        ("curvature_prop", lambda: mine.rademacher(outputs, None, generator())),
+        ("hessian_product", lambda: mine.hessian_product(outputs, None, outputs)),
+    ):
+        with pytest.raises(NotImplementedError, match=f"{text}.*define"):
             call()
-    with pytest.raises(NotImplementedError, match="curvature_prop.*define"):
-        mine.rademacher(outputs, None, generator())
-    with pytest.raises(NotImplementedError, match="hessian_product.*define"):
-        mine.hessian_product(outputs, None, outputs)
 
 
-# ---------------------------------------------------------------- nothing waits for the device
 @likelihoods
 def test_no_value_is_read_by_the_host(likelihood: Likelihood) -> None:
     """Fake tensors have no values: reading one raises."""

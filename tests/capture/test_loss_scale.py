@@ -7,6 +7,7 @@ that of the batch in float32, whichever steps were left out.
 import copy
 import warnings
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from secondorder import EKFAC, KFAC, MFAC, HyLo
 from secondorder.diagnostics import Analysis, read_events
 from tests.support.building import built
 from tests.support.grid import each, pairs
+from tests.support.kfac import labels, noise
 from tests.support.models import Net
 from tests.support.warned import silent, warned
 
@@ -36,8 +38,7 @@ def make_model():
 
 
 def batch(seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(8, 5, generator=generator), torch.randint(3, (8,), generator=generator)
+    return noise(8, 5, dtype=torch.float32, seed=seed), labels(8, 3, seed)
 
 
 def assert_counted(method, opt, steps, tolerance=2e-2):
@@ -86,12 +87,7 @@ def taken_at_once(opt, model, scaler, **keywords):
     scaled_step(opt, model, make_scaler(enabled=False), half=False, step=lambda o: o.step())
 
 
-def half(opt, model, scaler, **keywords):
-    scaled_step(opt, model, scaler, **keywords)
-
-
-def single(opt, model, scaler, **keywords):
-    scaled_step(opt, model, scaler, half=False, **keywords)
+half, single = scaled_step, partial(scaled_step, half=False)
 
 
 def overflow(opt, model, scaler, **keywords):
@@ -179,19 +175,14 @@ def test_the_scaler_is_found_through_wrappers_of_the_step_and_again_by_a_copy():
     model, scaler = make_model(), make_scaler()
     opt = make_kfac(model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda _: 0.0)
-    patched, taken = opt.step, []
-
-    def counted(*args, **kwargs):
-        taken.append(1)
-        return patched(*args, **kwargs)
-
+    patched, counted = opt.step, Mock(wraps=opt.step)
     for _ in range(2):
         opt.step = counted
         scaled_step(opt, model, scaler)
         opt.step = patched
         scheduler.step()
     assert opt.grad_scaler is scaler
-    assert len(taken) == 2
+    assert counted.call_count == 2
     assert_counted(make_kfac, opt, 1)
     model, opt = copy.deepcopy((model, make_kfac(model, grad_scaler=scaler)))
     opt.attach(model)
@@ -206,11 +197,10 @@ def test_the_scaler_is_found_through_wrappers_of_the_step_and_again_by_a_copy():
 def test_a_disabled_scaler_that_steps_costs_no_statistics():
     model, scaler = make_model(), make_scaler(enabled=False)
     opt = make_kfac(model)
-    scaled_step(opt, model, scaler, half=False)
-    assert opt.grad_scaler is scaler
-    assert_counted(make_kfac, opt, 1, 1e-5)
-    scaled_step(opt, model, scaler)  # float16, but not scaled
-    assert_counted(make_kfac, opt, 1)
+    for half_precision, tolerance in ((False, 1e-5), (True, 2e-2)):  # the latter is float16, but not scaled
+        scaled_step(opt, model, scaler, half=half_precision)
+        assert opt.grad_scaler is scaler
+        assert_counted(make_kfac, opt, 1, tolerance)
 
 
 def mixed(net, x):
@@ -223,29 +213,27 @@ def mixed(net, x):
 @each(method=METHODS)
 def test_float16_gradients_with_no_scaler_to_be_found_warn_once_and_leave_all_layers_out(method):
     """The loop scales by itself, so the float32 layer has the same unknown scale as the float16 one."""
-    torch.manual_seed(0)
     model = Net(mixed, narrow=nn.Linear(5, 6), single=nn.Linear(6, 3))
-    opt = method(model)
-    x, y = batch()
+    opt, (x, y) = method(model), batch()
+
+    def step(scale):
+        opt.zero_grad()
+        (F.cross_entropy(model(x), y) * scale).backward()
+        for p in model.parameters():
+            p.grad.div_(scale)
+        opt.step()
+        return {opt.state[b.owner]["refreshes"] for b in opt.blocks.values()}
+
     with warned() as caught:
-        for _ in range(4):
-            opt.zero_grad()
-            (F.cross_entropy(model(x), y) * 1024).backward()
-            for p in model.parameters():
-                p.grad.div_(1024)
-            opt.step()
+        assert [step(1024) for _ in range(4)] == [{0}] * 4
     (message,) = caught
     assert "narrow, single: the gradients of this batch are float16" in message
     for remedy in ("scaler.step(optimizer)", "optimizer.grad_scaler", "GradScaler(enabled=False)"):
         assert remedy in message
-    assert all(opt.state[b.owner]["refreshes"] == 0 for b in opt.blocks.values())
     assert "float16" in opt.describe()
     opt.grad_scaler = make_scaler(enabled=False)
-    opt.zero_grad()
-    F.cross_entropy(model(x), y).backward()
-    opt.step()
+    assert step(1) == {1}
     assert "float16" not in opt.describe()
-    assert all(opt.state[b.owner]["refreshes"] == 1 for b in opt.blocks.values())
 
 
 def test_window_methods_need_no_scaler():

@@ -20,6 +20,10 @@ def step(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> None:
     opt.step()
 
 
+def perceptron() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+
+
 @METHODS
 def test_a_message_starts_with_the_fact_that_nothing_is_covered(method):
     class Own(nn.Module):
@@ -40,7 +44,7 @@ def test_a_message_starts_with_the_fact_that_nothing_is_covered(method):
 
 @METHODS
 def test_a_second_step_after_one_backward_pass_is_reported_as_such(method):
-    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    model = perceptron()
     opt = built(method, model, lr=0.01, **OFTEN[method])
     x = torch.randn(8, 4)
     step(model, opt, x)
@@ -82,7 +86,6 @@ def mixture(net: Net, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("method", [EKFAC, HyLo])
 def test_many_experts_are_reported_in_one_line(method):
-    torch.manual_seed(0)
     experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(24))
     model = Net(mixture, gate=nn.Linear(8, 24), head=nn.Linear(8, 3), experts=experts)
     opt = built(method, model, lr=0.01, **OFTEN[method])
@@ -93,10 +96,8 @@ def test_many_experts_are_reported_in_one_line(method):
 
 
 def sequences() -> Net:
-    body = secondorder.nn.LSTM(6, 5)
-    return Net(
-        lambda net, x: net.head(net.body(net.table(x))[0]), table=nn.Embedding(9, 6), body=body, head=nn.Linear(5, 3)
-    )
+    layers = {"table": nn.Embedding(9, 6), "body": secondorder.nn.LSTM(6, 5), "head": nn.Linear(5, 3)}
+    return Net(lambda net, x: net.head(net.body(net.table(x))[0]), **layers)
 
 
 @pytest.mark.parametrize("method", [EKFAC, HyLo])
@@ -130,7 +131,7 @@ def test_a_model_that_is_a_layer_is_called_by_its_type(method):
 
 @METHODS
 def test_nested_tensors_are_left_out_and_the_step_is_taken(method):
-    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    model = perceptron().double()
     opt = built(method, model, lr=0.1)
     rows = [torch.randn(n, 4, dtype=torch.float64) for n in (3, 5)]
     before = model[0].weight.detach().clone()
@@ -145,15 +146,10 @@ def test_nested_tensors_are_left_out_and_the_step_is_taken(method):
 def test_layers_without_elements_follow_the_fallback_rule(method):
     """The last projection of ``nn.AdaptiveLogSoftmaxWithLoss`` may have no width."""
 
-    def start():
-        model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 0), nn.Linear(0, 3)).double()
-        return model, built(method, model, lr=0.1)
-
-    model, opt = start()
+    model, other = (nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 0), nn.Linear(0, 3)) for _ in range(2))
+    opt = built(method, model, lr=0.1)
     for _ in range(2):
-        opt.zero_grad()
-        model(torch.randn(6, 4, dtype=torch.float64)).square().mean().backward()
-        opt.step()
+        step(model, opt, torch.randn(6, 4))
     assert list(opt.blocks) == ["0"]
     assert opt.describe().count("fallback: it has no elements") == 4
-    start()[1].load_state_dict(opt.state_dict())
+    built(method, other, lr=0.1).load_state_dict(opt.state_dict())

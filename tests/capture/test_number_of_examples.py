@@ -23,7 +23,7 @@ from tests.support.kfac import all_factors, assert_factors, held_factors, labels
 from tests.support.models import Net, mlp, seeded_build
 from tests.support.networks import Cell, applied, masked, scanned
 from tests.support.oracles.kfac import covered_names, expected_factors
-from tests.support.warned import silent, warned
+from tests.support.warned import messages_of, silent
 
 WIDTH, CLASSES, N, T = 64, 10, 24, 7
 
@@ -46,13 +46,13 @@ class Coder(nn.Module):
         return self.decode(self.encode(x))
 
 
-def flattening() -> Coder:
+def flattened(net: Any, x: Tensor) -> Tensor:
     """A layer on ``[N·T, d]`` inside a part of the model that takes ``[N, T, d]``."""
+    return torch.tanh(net.layer(x.reshape(-1, WIDTH))).view(len(x), -1, WIDTH)
 
-    def forward(net: Any, x: Tensor) -> Tensor:
-        return torch.tanh(net.layer(x.reshape(-1, WIDTH))).view(len(x), -1, WIDTH)
 
-    return Coder(Net(forward, layer=nn.Linear(WIDTH, WIDTH)))
+def flattening() -> Coder:
+    return Coder(Net(flattened, layer=nn.Linear(WIDTH, WIDTH)))
 
 
 class Twice(Coder):
@@ -72,19 +72,17 @@ def timed() -> Net:
     )  # fmt: skip
 
 
-def samples() -> Net:
-    """A layer that encodes, and a part that decodes several samples for each example."""
-    decoder = nn.Sequential(nn.Linear(3, CLASSES))
-    return Net(decoded, encoder=nn.Linear(4, 3), decoder=decoder)
-
-
 def decoded(net: Any, x: Tensor) -> Tensor:
+    """A layer encodes, and a part decodes several samples for each example."""
     return net.decoder(net.encoder(x).expand(5, -1, -1))
 
 
+def samples() -> Net:
+    return Net(decoded, encoder=nn.Linear(4, 3), decoder=nn.Sequential(nn.Linear(3, CLASSES)))
+
+
 def recurrent(body: type[nn.LSTM], function: Callable[[Any, Tensor], Tensor]) -> Net:
-    table, layer, head = nn.Embedding(9, 6), body(6, 5), nn.Linear(5, CLASSES)
-    return Net(function, table=table, body=layer, head=head)
+    return Net(function, table=nn.Embedding(9, 6), body=body(6, 5), head=nn.Linear(5, CLASSES))
 
 
 def positions_first(net: Any, x: Tensor) -> Tensor:
@@ -95,11 +93,6 @@ def positions_first(net: Any, x: Tensor) -> Tensor:
 def turning(net: Any, x: Tensor) -> Tensor:
     """Takes tokens ``[N, T]`` and turns them for its recurrent layer."""
     return net.head(net.body(net.table(x).transpose(0, 1))[0].transpose(0, 1))
-
-
-def unexposed() -> Net:
-    """Has a recurrent layer that follows the fallback rule."""
-    return recurrent(nn.LSTM, positions_first)
 
 
 def translation() -> Net:
@@ -135,8 +128,8 @@ class Regions(Detector):
 
 def projected() -> Net:
     """A trunk, and a projector that only scripts call."""
-    layers = {"trunk": nn.Linear(WIDTH, WIDTH), "projector": nn.Linear(WIDTH, CLASSES)}
-    return Net(lambda net, x: torch.tanh(net.trunk(x)), **layers)
+    trunk, projector = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+    return Net(lambda net, x: torch.tanh(net.trunk(x)), trunk=trunk, projector=projector)
 
 
 def rolled_out(model: Any, x: Tensor) -> Tensor:
@@ -152,10 +145,6 @@ def previewed(model: Any, x: Tensor) -> Tensor:
     return model.projector(torch.tanh(model.trunk(x))) + 0.0 * model(x)[:, :1].detach()
 
 
-def one_by_one(model: Any, x: Tensor) -> Tensor:
-    return torch.stack([model(row) for row in x])
-
-
 def turned(model: Any, x: Tensor) -> Tensor:
     return model(x.mT).transpose(0, 1)
 
@@ -168,7 +157,9 @@ SCRIPTS: dict[str, tuple[Any, Callable[[Any, Tensor], Tensor], Tensor, list[str]
     "two calls": (Twice, by_parts, SEQUENCES, None),
     "layers over time": (projected, rolled_out, SEQUENCES, None),
     "a cell over time": (Cell, lambda cell, x: scanned(cell, x.transpose(0, 1)).transpose(0, 1), noise(12, 6, 4), None),
-    "single examples": (lambda: mlp((4, CLASSES)), one_by_one, noise(12, 4), None),
+    "single examples": (
+        lambda: mlp((4, CLASSES)), lambda model, x: torch.stack([model(row) for row in x]), noise(12, 4), None,
+    ),
     "samples": (samples, lambda model, x: model(x).transpose(0, 1), noise(9, 4), None),
     "samples by parts": (samples, lambda model, x: decoded(model, x).transpose(0, 1), noise(9, 4), None),
     "a projector after the model": (projected, lambda model, x: model.projector(model(x)), ROWS, None),
@@ -177,49 +168,42 @@ SCRIPTS: dict[str, tuple[Any, Callable[[Any, Tensor], Tensor], Tensor, list[str]
     "one time first": (timed, lambda model, x: model(noise(1), x), ROWS, ["trunk", "head"]),
     "times first": (timed, lambda model, x: model(x[:, 0], x), ROWS, ["trunk", "head"]),
     "attention": (translation, turned, TOKENS, ["head", "body.encoder.layers.0.linear1"]),
-    "a layer that is not exposed": (unexposed, turned, TOKENS, None),
+    "a layer that is not exposed": (lambda: recurrent(nn.LSTM, positions_first), turned, TOKENS, None),
     "images": (Detector, lambda model, x: model(list(x))["loss"], noise(6, 3, 8, 8), None),
-}
+}  # fmt: skip
+SPLIT = ("parts", "flattened in a part", "two calls", "a cell over time")
 
 
 def loss_of(outputs: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(outputs.flatten(0, -2), y.flatten()) if outputs.ndim else outputs
 
 
-def assert_captures(script: str, sizes: int = N, wrapped: Any = lambda model: model, **keywords: Any) -> None:
-    """The factors of a script that runs micro-batches are those of single examples."""
+@pairs(
+    lambda script, approx, size, compiled: (
+        script in SPLIT and not compiled or (approx, size) == ("expand", N) and script == "one time first" * compiled
+    ),
+    script=SCRIPTS.keys(),
+    approx=["expand", "reduce"],
+    size=[N, 7],
+    compiled=[False, True],
+)
+@pytest.mark.filterwarnings("ignore:.*follow the fallback", "ignore:.*expose")
+@pytest.mark.usefixtures("fresh_compiler")
+def test_factors_of_micro_batches_are_those_of_single_examples(
+    script: str, approx: str, size: int, compiled: bool
+) -> None:
     build, function, x, layers = SCRIPTS[script]
     whole, model = applied(seeded_build(build), function), seeded_build(build)
     shape = whole(x).shape[:-1]
     y = labels(shape.numel(), CLASSES).view(shape) if shape else x  # losses need no targets
     names = covered_names(whole) if layers is None else [f"model.{name}" for name in layers]
-    expected = expected_factors(whole, x, y, loss_of, names, keywords.get("approx", "expand"))
-    opt, root = plain_kfac(model, **keywords), wrapped(model)
+    opt, root = plain_kfac(model, approx=approx), torch.compile(model, backend="aot_eager") if compiled else model
     with silent():
-        for some_x, some_y in zip(x.split(sizes), y.split(sizes), strict=True):
+        for some_x, some_y in zip(x.split(size), y.split(size), strict=True):
             (loss_of(function(root, some_x), some_y) * len(some_x) / len(x)).backward()
         opt.step()
     found = {name: held_factors(opt, model, name.removeprefix("model.")) for name in names}
-    assert_factors(found, expected)
-
-
-@pytest.mark.filterwarnings("ignore:.*follow the fallback", "ignore:.*expose")
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_factors_are_those_of_single_examples(script: str) -> None:
-    assert_captures(script)
-
-
-@pairs(
-    script=["parts", "flattened in a part", "two calls", "a cell over time"], approx=["expand", "reduce"], size=[N, 7]
-)
-def test_micro_batches(script: str, approx: str, size: int) -> None:
-    assert_captures(script, size, approx=approx)
-
-
-def test_a_time_before_the_examples_of_a_compiled_model() -> None:
-    torch.compiler.reset()
-    assert_captures("one time first", wrapped=partial(torch.compile, backend="aot_eager"))
-    torch.compiler.reset()
+    assert_factors(found, expected_factors(whole, x, y, loss_of, names, approx))
 
 
 def trained(build: Any, run: Callable[[Any, Any], Tensor], cls: Any, **keywords: Any) -> dict[str, Tensor]:
@@ -292,17 +276,16 @@ def test_earlier_forwards_do_not_count(frozen: bool) -> None:
 def test_numbers_of_rows_that_are_not_multiples_warn_once() -> None:
     model = seeded_build(Coder)
     opt = plain_kfac(model)
-    for step in range(2):
+    found = []
+    for _ in range(2):
         opt.zero_grad()
         rows = (*model.inner(noise(24, WIDTH)), *model.inner(noise(7, WIDTH)), *model.decoder(noise(24, WIDTH)))
         sum(row.square().mean() for row in rows).backward()
-        with warned() as caught:
-            opt.step()
-        text = "how many examples a forward pass of Coder has: a layer of it was called with 7 and with 24 rows"
-        assert [text in w for w in caught] == ([True] if step == 0 else [])
+        found += messages_of(opt.step)
+    (text,) = found
+    assert "how many examples a forward pass of Coder has: a layer of it was called with 7 and with 24 rows" in text
 
 
-# ------------------------------------------------------------------ which input counts
 def messages(net: Any, edge_index: Tensor, x: Tensor, members: Tensor) -> Tensor:
     """Nodes that pass messages, and one output per node or per graph."""
     source, target = edge_index
@@ -313,18 +296,17 @@ def messages(net: Any, edge_index: Tensor, x: Tensor, members: Tensor) -> Tensor
     return net.head(x)
 
 
-def factor_of(model: Any, layer: nn.Linear, run: Callable[[], Tensor]) -> Tensor:
-    """``Σ g gᵀ`` at a layer, for the sum of losses that ``run`` returns."""
-    outputs = []
-    handle = layer.register_forward_hook(lambda module, args, output: outputs.append(output))
-    total = run()
-    handle.remove()
-    (g,) = torch.autograd.grad(total, outputs)
-    return g.T @ g
+def factor_of(build: Any, layer: str, y: Tensor, *args: Any) -> Tensor:
+    """``Σ g gᵀ / N`` at a layer, by autograd."""
+    model, outputs = seeded_build(build), []
+    model.get_submodule(layer).register_forward_hook(lambda module, args, output: outputs.append(output))
+    (g,) = torch.autograd.grad(F.cross_entropy(model(*args), y, reduction="sum"), outputs)
+    return g.T @ g / len(y)
 
 
-def captured_factor(model: Any, layer: str, y: Tensor, *args: Any, **keywords: Any) -> Tensor:
-    """The same from the state of an optimizer, where it is divided by the number of examples."""
+def captured_factor(build: Any, layer: str, y: Tensor, *args: Any, **keywords: Any) -> Tensor:
+    """The same from the state of an optimizer."""
+    model = seeded_build(build)
     opt = plain_kfac(model, **keywords)
     F.cross_entropy(model(*args), y).backward()
     opt.step()
@@ -345,9 +327,8 @@ def test_graphs(nodes: int, pooled: bool, edges_first: bool, recwarn: pytest.War
         forward = partial(messages, edge_index=edges, x=x, members=members)
         return Net(lambda net, *given: forward(net), first=first, second=second, head=head, pooled=pooled)
 
-    plain, model = seeded_build(build), seeded_build(build)
-    B = factor_of(plain, plain.second, lambda: F.cross_entropy(plain(*args), y, reduction="sum")) / count
-    torch.testing.assert_close(captured_factor(model, "second", y, *args), B, rtol=1e-9, atol=1e-14)
+    B = factor_of(build, "second", y, *args)
+    torch.testing.assert_close(captured_factor(build, "second", y, *args), B, rtol=1e-9, atol=1e-14)
     assert not recwarn.list
 
 
@@ -366,21 +347,22 @@ def sizes(offsets: Tensor, x: Tensor) -> int:
     return len(offsets) - 1
 
 
+ARGUMENTS = torch.tensor([0, 3, 11]), noise(11, WIDTH).float()
+
+
 def test_batch_input_decides_the_number_of_examples() -> None:
     offsets, x, y = torch.tensor([0, 3, 5, 10, 11]), noise(11, WIDTH), labels(4, CLASSES)
-    plain = seeded_build(Ambiguous)
-    B = factor_of(plain, plain.layer, lambda: F.cross_entropy(plain(offsets, x), y, reduction="sum")) / 4
-    for rule, n in ((None, 0), ("offsets", 5), ("x", 11), (sizes, 4)):
-        with warned() as caught:
-            found = captured_factor(seeded_build(Ambiguous), "layer", y, offsets, x, batch_input=rule)
-        assert bool(caught) == (rule is None)
-        if rule is not None:
-            torch.testing.assert_close(found.trace(), B.trace() * n / 4, rtol=1e-9, atol=0)
+    B = factor_of(Ambiguous, "layer", y, offsets, x)
+    for rule, n in (("offsets", 5), ("x", 11), (sizes, 4)):
+        with silent():
+            found = captured_factor(Ambiguous, "layer", y, offsets, x, batch_input=rule)
+        torch.testing.assert_close(found.trace(), B.trace() * n / 4, rtol=1e-9, atol=0)
+    assert messages_of(lambda: captured_factor(Ambiguous, "layer", y, offsets, x))
 
 
 KINDS: dict[str, Callable[[], nn.Module]] = {
     "recurrent": lambda: recurrent(secondorder.nn.LSTM, lambda net, x: positions_first(net, x).flatten(0, 1)),
-    "unexposed": unexposed,
+    "unexposed": lambda: recurrent(nn.LSTM, positions_first),
     "turning": lambda: recurrent(nn.LSTM, turning),
     "attention": translation,
     "images": Detector,
@@ -394,11 +376,11 @@ def test_layers_contradict_the_size_of_the_first_input(
 ) -> None:
     """The first axis counts time steps or the channels of an image, and the user need not say so."""
     x: Any = torch.randint(9, (7, count), generator=torch.Generator().manual_seed(0))
-    explicit: dict[str, Any] = {"batch_dim": 1}
     if case == "turning":
-        x, explicit = x.T, {"batch_input": len}
+        x = x.T
     if "images" in case:
-        x, explicit = list(noise(count, 3, 8, 8)), {"batch_input": len}
+        x = list(noise(count, 3, 8, 8))
+    explicit = {"batch_input": len} if case == "turning" or "images" in case else {"batch_dim": 1}
 
     def run(model: Any, opt: Any) -> Tensor:
         outputs = model(x)
@@ -439,11 +421,6 @@ def of_one_backbone(model: nn.Module, opt: KFAC) -> Tensor:
     return model(features)[1] + model(3 * features)[1]
 
 
-def places_first(model: nn.Module, opt: KFAC) -> Tensor:
-    places = model.places(torch.arange(6))
-    return model.encoder(model.words(torch.arange(48).view(8, 6) % 9) + places)
-
-
 def with_masks_of_their_own(model: nn.Module, opt: KFAC) -> Tensor:
     state, outputs = torch.zeros(5, 3, dtype=torch.float64), []
     for x, keep in zip(noise(2, 5, 4), (torch.ones(5, 1), torch.tensor([1.0, 1, 0, 0, 0])[:, None]), strict=True):
@@ -456,6 +433,11 @@ def with_masks_of_their_own(model: nn.Module, opt: KFAC) -> Tensor:
 def gpt() -> nn.ModuleDict:
     body = nn.Sequential(nn.Linear(4, 3))
     return nn.ModuleDict({"places": nn.Embedding(6, 4), "words": nn.Embedding(9, 4), "encoder": body})
+
+
+def places_first(model: nn.Module, opt: KFAC) -> Tensor:
+    places = model.places(torch.arange(6))
+    return model.encoder(model.words(torch.arange(48).view(8, 6) % 9) + places)
 
 
 @pytest.mark.parametrize(
@@ -484,7 +466,7 @@ def test_a_rule_survives_copies() -> None:
         for twin in (copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))):
             model = Ambiguous()
             twin.attach(model)
-            F.cross_entropy(model(torch.tensor([0, 3, 11]), noise(11, WIDTH).float()), labels(2, CLASSES)).backward()
+            F.cross_entropy(model(*ARGUMENTS), labels(2, CLASSES)).backward()
             assert twin.capture.take().total == 2
 
 
@@ -498,11 +480,10 @@ def test_a_rule_that_cannot_be_followed_is_refused() -> None:
     model = Ambiguous()
     opt = KFAC(model, lr=0.1, batch=BatchOptions(input=lambda offsets, x: 2.5))
     with pytest.raises(TypeError, match=r"the batch input must return an int, got 2\.5"):
-        model(torch.tensor([0, 3, 11]), noise(11, WIDTH).float())
+        model(*ARGUMENTS)
     opt.close()
 
 
-# ------------------------------------------------------------------ the decision
 def linear(site: int, *shape: int) -> Use:
     return Use(site, shape, None, len(shape) == 1, False, 1, False)
 
@@ -526,12 +507,7 @@ DECISIONS = {
     "empty": ([((0, 5), FLOATS)], [(0, 3)], [(0, 5)], 0),
     "a mask first": ([((6, 6), FLOATS), ((8, 6), WORDS)], [(8, 6, 3)], [(8, 6), (8, 6, 5)], 8),
     "times first": ([((6,), FLOATS), ((8, 6, 5), FLOATS)], [(8, 6, 3)], [(8, 6, 5)], 8),
-    "outputs with times first": (
-        [((7, 6, 4), FLOATS), ((6, 3), FLOATS)],
-        [(6, 7, 2)],
-        [(7, 6, 4), (6, 3), (7, 6, 5)],
-        7,
-    ),
+    "two sequences": ([((7, 6, 4), FLOATS), ((6, 3), FLOATS)], [(6, 7, 2)], [(7, 6, 4), (6, 3), (7, 6, 5)], 7),
     "places second": ([((8, 6), WORDS), ((6,), WORDS)], [(6, 8, 3)], [(8, 6), (6, 8, 5)], 8),
 }
 

@@ -6,6 +6,7 @@ examples are checked, and not only that two runs of the same code are equal.
 
 from collections import UserDict
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 
@@ -23,7 +24,6 @@ from tests.support.kfac import (
     assert_factors,
     assert_same_factors,
     backward,
-    held_factors,
     labels,
     layer_state,
     noise,
@@ -35,11 +35,6 @@ from tests.support.networks import reused
 from tests.support.oracles.kfac import expected_factors
 
 APPROXIMATIONS = ["expand", "reduce"]
-
-
-def data(tokens: bool = False, n: int = 6):
-    x, y = vectors(n)
-    return (noise(n, 3, 4), y) if tokens else (x, y)
 
 
 def overwriting(plain: bool) -> Net:
@@ -166,23 +161,20 @@ def test_factors_are_those_of_the_plain_form(approx, form):
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 def test_in_place_relu_after_an_unbatched_convolution(bias):
     """The output of the convolution is a view, like that of a Linear on 3-D input."""
-    x, y = noise(2, 5, 4), noise(3, 4, 3, seed=1)
     found = []
-    for inplace in (False, True):
-        model = seeded_build(lambda: nn.Sequential(nn.Conv2d(2, 3, 2, bias=bias), nn.ReLU(inplace=inplace)))  # noqa: B023
+    for relu in (nn.ReLU(), nn.ReLU(inplace=True)):
+        model = seeded_build(lambda: nn.Sequential(nn.Conv2d(2, 3, 2, bias=bias), relu))  # noqa: B023
         opt = plain_kfac(model)
-        train_step(opt, model, x, y, F.mse_loss)
-        found.append(held_factors(opt, model, "0"))
-    assert_factors({"0": found[1]}, {"0": found[0]})
-    assert float(found[0][1].abs().max()) > 0
+        train_step(opt, model, noise(2, 5, 4), noise(3, 4, 3, seed=1), F.mse_loss)
+        found.append(all_factors(opt, model))
+    assert_factors(found[1], found[0])
+    assert float(found[0]["0"][1].abs().max()) > 0
 
 
 class Recomputed(Tokens):
     """A model that is recomputed in backward as a whole."""
 
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__("mean", d=4)
-        self.reentrant = reentrant
+    reentrant = False
 
     def __call__(self, x):
         return checkpoint(super().__call__, x.clone().requires_grad_(), use_reentrant=self.reentrant)
@@ -197,9 +189,10 @@ class Recomputed(Tokens):
     sizes=[[7], [4, 1, 2]],
 )
 def test_micro_batches_and_activation_checkpointing(approx, mode, repeat, inplace, sizes):
-    x, y = data(tokens=True, n=7)
+    x, y = noise(7, 3, 4), labels(7, 3)
     if mode.startswith("whole"):
-        model = seeded_build(lambda: Recomputed(mode == "whole, reentrant"))
+        model = seeded_build(lambda: Recomputed("mean", d=4))
+        model.reentrant = mode == "whole, reentrant"
         plain, layer = seeded_build(lambda: Tokens("mean", d=4)), "inner"
     else:
         model = reused(tokens=True, repeat=repeat, mode=mode, inplace=inplace)
@@ -229,15 +222,12 @@ TWO_FORWARDS = {
 def test_two_forwards_before_the_backward(approx, kind, order):
     """Their sizes differ, as in training a discriminator; recomputed layers belong to their own forward."""
     plain, build, logits = kind
-    x, y = data(tokens=plain is Containers)
+    x, y = noise(6, 3, 4) if plain is Containers else noise(6, 4), labels(6, 3)
 
     def run(model):
-        outputs = model(x[:4]), model(x[4:])
-        targets = y.split([4, 2])
-        losses = [F.cross_entropy(logits(f), t, reduction="sum") / 6 for f, t in zip(outputs, targets, strict=True)]
-        if order == "one backward":
-            losses = [sum(losses)]
-        for value in losses[:: -1 if order == "reversed" else 1]:
+        parts = zip((model(x[:4]), model(x[4:])), y.split([4, 2]), strict=True)
+        losses = [F.cross_entropy(logits(output), target, reduction="sum") / 6 for output, target in parts]
+        for value in {"one backward": [sum(losses)], "in order": losses, "reversed": losses[::-1]}[order]:
             value.backward()
 
     assert_captures(seeded_build(build), seeded_build(plain), x, y, run, approx=approx)
@@ -252,13 +242,13 @@ def test_zero_grad_discards_the_statistics_of_the_gradients_and_no_others():
             continue
         model = mlp()
         opt = plain_kfac(model)
-        zero = opt.zero_grad if which == "opt" else model.zero_grad
+        zero = partial(opt.zero_grad if which == "opt" else model.zero_grad, set_to_none=none)
         if not between:
             backward(model, *vectors(9), F.cross_entropy)
-            zero(set_to_none=none)
+            zero()
         value = F.cross_entropy(model(x), y)
         if between:
-            zero(set_to_none=none)
+            zero()
         value.backward()
         opt.step()
         assert_factors(all_factors(opt, model), expected)

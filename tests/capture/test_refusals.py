@@ -1,6 +1,6 @@
 """What has no Kronecker statistics is refused or follows the fallback rule, with a message, never silently wrong."""
 
-from contextlib import contextmanager
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from tests.support.kfac import (
     assert_close,
     assert_factors,
     assert_same_factors,
+    assert_solves,
     backward,
     directions,
     held_factors,
@@ -22,35 +23,20 @@ from tests.support.kfac import (
 from tests.support.models import Net, mlp, seeded_build, vectors
 from tests.support.networks import TwoHeads
 from tests.support.oracles.kfac import expected_factors, solve_exact
+from tests.support.oracles.layers import row_of
 from tests.support.warned import warned
 
 pytestmark = pytest.mark.filterwarnings("ignore:KFAC. some parameters get no curvature:UserWarning")
 
 
 def named(inner: nn.Module) -> nn.Module:
-    model = nn.Sequential()
-    model.add_module("encoder", inner)
-    return model
+    return nn.Sequential(OrderedDict(encoder=inner))
 
 
 def penalty(model, x):
     x = x.clone().requires_grad_()
     (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
     return slope.square().sum()
-
-
-def rows_of(opt, name: str) -> list[str]:
-    """Lines of describe() that start with a parameter of that name."""
-    return [line for line in opt.describe().splitlines() if line.strip().startswith(name)]
-
-
-@contextmanager
-def left_out():
-    """Collect the warnings about layers that have a gradient but no statistics."""
-    messages: list[str] = []
-    with warned() as found:
-        yield messages
-    messages += [w for w in found if "nothing was captured" in w]
 
 
 def create_graph(model, x, y):
@@ -104,21 +90,19 @@ def test_two_heads_with_a_backward_each_are_refused_where_their_graphs_meet():
 
 def test_a_gradient_penalty_works_inside_a_pause():
     """Its gradients count, but its statistics do not."""
-    model, (x, y) = mlp(), vectors()
+    model, reference, (x, y) = mlp(), mlp(), vectors()
     expected = expected_factors(mlp(), x, y, F.cross_entropy)
     opt = plain_kfac(model)
     value = F.cross_entropy(model(x), y)
     with opt.pause_capture():
         extra = penalty(model, x)
     (value + 0.1 * extra).backward()
-    reference = mlp()
     (F.cross_entropy(reference(x), y) + 0.1 * penalty(reference, x)).backward()
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         assert_close(p.grad, q.grad, 1e-12)
     moved = directions(opt, model)
     assert_factors(all_factors(opt, model), expected)
-    for name, (gradient, V) in moved.items():
-        assert_close(V, solve_exact(expected[name][1], expected[name][0], gradient, 1e-2), 1e-8)
+    assert_solves(moved, expected, solve_exact, 1e-2)
 
 
 def test_penalties_and_second_backwards_need_no_pause_when_nothing_is_captured():
@@ -168,7 +152,6 @@ def test_other_ways_to_compute_gradients_are_captured(fill):
     assert_factors({name: held_factors(opt, model, name) for name in expected}, expected)
 
 
-# ---------------------------------------------------------------- Layers without statistics
 def on_a_table(net, x):
     return net.head(torch.tanh(net.first(x)) + net.odd(net.table).mean(0))
 
@@ -215,13 +198,14 @@ def test_an_input_modified_in_place_after_its_layer_is_not_captured(inplace):
     expected = expected_factors(overwriting(False), x, y, F.cross_entropy)
     model = overwriting(inplace).float()
     opt = plain_kfac(model, lr=0.0)
-    with left_out() as messages:
+    with warned() as messages:
         for _ in range(2):
             opt.zero_grad()
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 value = F.cross_entropy(model(x.float()), y)
             value.backward()
             opt.step()
+    messages = [text for text in messages if "nothing was captured" in text]
     for name in ("middle", "head")[inplace:]:
         A, B = held_factors(opt, model, name)
         assert_close(A.double(), expected[name][0], 3e-2)
@@ -230,7 +214,6 @@ def test_an_input_modified_in_place_after_its_layer_is_not_captured(inplace):
     assert [("middle: " in message, "in place" in message) for message in messages] == [(True, True)] * inplace
 
 
-# ---------------------------------------------------------------- skip_layers
 class Special(nn.Linear):
     pass
 
@@ -265,7 +248,7 @@ def test_skip_layers_by_name_pattern_type_and_instance():
         opt = plain_kfac(model, lr=0.1, skip_layers=skip(model) if callable(skip) else skip)
         assert set(opt.blocks) == left, skip
         for name, _ in model.named_parameters():
-            (row,) = rows_of(opt, name)
+            row = row_of(opt, name)
             assert ("fallback" in row) == ("skip" in row) == (name.rpartition(".")[0] not in left)
 
 

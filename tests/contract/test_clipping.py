@@ -7,14 +7,7 @@ import torch
 from torch import nn
 
 from tests.support.methods import Method, Variant
-from tests.support.tasks import (
-    Task,
-    assert_all_close,
-    assert_identical,
-    backward,
-    block_vector,
-    values,
-)
+from tests.support.tasks import Task, assert_all_close, assert_identical, backward, block_vector, values
 
 BOUND = 0.05
 

@@ -1,6 +1,5 @@
 """`step(closure)` calls the closure once with gradients enabled and returns its loss; hooks of `torch.optim` work."""
 
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -54,15 +53,12 @@ def test_step_hooks_run_around_the_step_until_they_are_removed(method: Method, m
         assert opt is optimizer
         seen.append((name, torch.equal(model.first.weight, start["first.weight"])))
 
-    registers = {
-        "pre": optimizer.register_step_pre_hook,
-        "post": optimizer.register_step_post_hook,
-        "global pre": register_optimizer_step_pre_hook,
-        "global post": register_optimizer_step_post_hook,
-    }
-    with ExitStack() as handles:
-        for name, register in registers.items():
-            handles.enter_context(register(partial(note, name)))
+    with (
+        optimizer.register_step_pre_hook(partial(note, "pre")),
+        optimizer.register_step_post_hook(partial(note, "post")),
+        register_optimizer_step_pre_hook(partial(note, "global pre")),
+        register_optimizer_step_post_hook(partial(note, "global post")),
+    ):
         train(model, optimizer, mlp, 1)
     train(model, optimizer, mlp, 1)
     assert sorted(seen) == [("global post", False), ("global pre", True), ("post", False), ("pre", True)]

@@ -1,7 +1,8 @@
 """Every method on a device has the results of the CPU, does not mix devices, and does not wait from the third step on.
 
-The device is simulated, see `tests.support.device`. It has no second stream, so `overlap` raises an error. Some tests
-remove operators from it that other devices may not support, such as factorizations.
+The device is simulated, see `tests.support.device`, or a CUDA device where there is one. The former has no second
+stream, so `overlap` raises an error. Some tests remove operators from it that other devices may not support, such as
+factorizations.
 """
 
 import logging
@@ -12,8 +13,9 @@ import pytest
 import torch
 
 from tests.support import contract
+from tests.support.cuda import CudaDevice
 from tests.support.device import SimulatedDevice
-from tests.support.device_runs import DeviceRun, check, drop, late
+from tests.support.device_runs import Device, DeviceRun, check, drop, late
 from tests.support.methods import METHODS, Method, Variant
 from tests.support.tasks import Task
 
@@ -40,36 +42,58 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-def test_every_variant_trains_as_on_the_cpu_and_waits_for_nothing(method: Method, variant: Variant, task: Task) -> None:
-    if variant.keywords.get("overlap"):
+@pytest.fixture(params=[SimulatedDevice, pytest.param(CudaDevice, marks=pytest.mark.gpu)], ids=["simulated", "cuda"])
+def kind(request: pytest.FixtureRequest) -> type[Device]:
+    return request.param
+
+
+@pytest.mark.gpu
+def test_a_wait_for_a_cuda_device_is_noticed() -> None:
+    with CudaDevice() as device:
+        x = device.tensor(torch.ones(3))
+        device.next_step()
+        assert x.sum().item() == 3
+        device.next_step()
+    ((step, place),) = device.waits
+    assert step == 1
+    assert "test_a_wait_for_a_cuda_device_is_noticed" in place
+
+
+def test_every_variant_trains_as_on_the_cpu_and_waits_for_nothing(
+    method: Method, variant: Variant, task: Task, kind: type[Device]
+) -> None:
+    if variant.keywords.get("overlap") and kind is SimulatedDevice:
         with SimulatedDevice() as device, pytest.raises(ValueError, match="needs a device that does two things"):
             DeviceRun(partial(method.build, **variant.keywords), task, device)
         return
-    check(partial(method.build, **variant.keywords), task)
+    check(partial(method.build, **variant.keywords), task, kind=kind)
 
 
 @pytest.mark.rules(RULES)
-def test_every_rule_trains_as_on_the_cpu_and_waits_for_nothing(method: Method, mlp: Task, rule: str) -> None:
+def test_every_rule_trains_as_on_the_cpu_and_waits_for_nothing(
+    method: Method, mlp: Task, rule: str, kind: type[Device]
+) -> None:
     """A batch that is not finite changes no bit and does not cause a wait either."""
-    check(partial(method.build, **RULES[rule]), mlp)
-    drop(partial(method.build, **{**method.eager, **RULES[rule]}), mlp, 3)
+    check(partial(method.build, **RULES[rule]), mlp, kind=kind)
+    drop(partial(method.build, **{**method.eager, **RULES[rule]}), mlp, 3, kind)
 
 
-def test_the_defaults_wait_for_nothing_and_a_first_batch_may_be_dropped(method: Method, mlp: Task) -> None:
-    check(method.cls, mlp, steps=13)
-    drop(partial(method.build, **method.eager), mlp, 0)
+def test_the_defaults_wait_for_nothing_and_a_first_batch_may_be_dropped(
+    method: Method, mlp: Task, kind: type[Device]
+) -> None:
+    check(method.cls, mlp, steps=13, kind=kind)
+    drop(partial(method.build, **method.eager), mlp, 0, kind)
 
 
-def test_a_tensor_lr_on_the_device_stays_there(method: Method, mlp: Task) -> None:
-    with SimulatedDevice() as device:
+def test_a_tensor_lr_on_the_device_stays_there(method: Method, mlp: Task, kind: type[Device]) -> None:
+    with kind() as device:
         lr = device.tensor(torch.tensor(0.01))
-        found = DeviceRun(partial(method.build, lr=lr), mlp, device).steps(4).parameters()
-    assert late(device) == []
+        run = DeviceRun(partial(method.build, lr=lr), mlp, device).steps(4)
+        waits, found = late(device), run.parameters()
+    assert waits == []
     expected = DeviceRun(partial(method.build, lr=0.01), mlp).steps(4).parameters()
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
 
-
-# --------------------------------------------------------- Devices that do not support a factorization, or fail in one
 
 FACTORIZATIONS = (
     aten._linalg_eigh.default,

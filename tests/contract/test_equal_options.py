@@ -10,20 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support import contract
+from tests.support import contract, tasks
 from tests.support.methods import Method, Variant
-from tests.support.tasks import (
-    CNN,
-    MLP,
-    Task,
-    assert_all_close,
-    assert_identical,
-    backward,
-    moved_names,
-    snapshot,
-    train,
-    values,
-)
+from tests.support.tasks import CNN, MLP, Task, assert_all_close, assert_identical, moved_names, train, values
 
 LR = 0.125  # exact in every dtype
 OFF = {"switched-off": {"inv_update_steps": 0}, "switched-off, with rows": {"update_steps": 0}}
@@ -106,7 +95,7 @@ def test_groups_do_not_share_a_tensor_lr_by_accident(method: Method, mlp: Task) 
 def test_tensor_lr_survives_a_checkpoint(method: Method, mlp: Task) -> None:
     _, optimizer = method.start(mlp, 2, lr=torch.tensor(LR))
     second = method.build(mlp.model(), lr=torch.tensor(1.0))
-    saved = snapshot(optimizer)
+    saved = tasks.snapshot(optimizer)
     second.load_state_dict(saved)
     assert_identical(second.param_groups[0]["lr"], torch.tensor(LR))
     saved["param_groups"][0]["lr"].fill_(7.0)  # the optimizer must have made a copy
@@ -143,10 +132,9 @@ def test_the_layout_of_weights_and_gradients(method: Method, variant: Variant, l
     layout.change(model)
     optimizer = method.build(model, **variant.keywords)
     for step in range(5):
-        backward(model, optimizer, layout.task, step)
+        tasks.backward(model, optimizer, layout.task, step)
         for parameter in model.parameters() if step % 2 else ():
             parameter.grad = torch.stack([parameter.grad, torch.zeros_like(parameter.grad)], -1)[..., 0]
         optimizer.step()
-    expected = method.trained(layout.task, **variant.keywords)
-    assert_all_close(values(model), expected, rtol=1e-10, atol=1e-12)
+    assert_all_close(values(model), method.trained(layout.task, **variant.keywords), rtol=1e-10, atol=1e-12)
     assert layout.is_kept(model)

@@ -8,15 +8,7 @@ import torch
 
 from tests.support import contract
 from tests.support.methods import Method, Variant
-from tests.support.tasks import (
-    Task,
-    assert_changed,
-    assert_identical,
-    backward,
-    moved_names,
-    train,
-    values,
-)
+from tests.support.tasks import Task, assert_changed, assert_identical, backward, moved_names, train, values
 
 RULES: dict[str, dict[str, Any]] = {
     **{name: rule for name, rule in contract.RULES.items() if "weight_decay" not in rule},
