@@ -5,6 +5,7 @@ gradients of all other examples are set to zero. It is the oracle of every per-e
 """
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -19,9 +20,7 @@ from secondorder.capture.layers.others import BilinearAdapter, StackedAdapter
 from tests.support.grid import each, pairs
 from tests.support.networks import TRANSPOSED
 
-
-def close(actual: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10, check_dtype=False)
+close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-10, check_dtype=False)
 
 
 # ------------------------------- Transposed convolutions; their factors under every option are in `test_layer_types.py`
@@ -72,7 +71,6 @@ def test_rows_that_do_not_split_into_examples_are_refused_with_the_shape():
             adapter.output_sums(torch.ones(5, 3), x, 4)
 
 
-# -------------------------------------------------------------------------------------------------------- Lookup tables
 def check_table(adapter, module: nn.Module, args: tuple, rows: Tensor, owner: Tensor, **kwargs) -> None:
     """``rows`` ``[rows, V]`` are the dense input rows, ``owner`` ``[rows]`` the example of each."""
     y = module(*args, **kwargs)
@@ -143,19 +141,16 @@ EVEN = [[1, 1, 3], [0, 2, 0], [0, 0, 0], [3, 2, 1]]
 @pairs(
     mode=["sum", "mean", "weighted"],
     bags={"ragged": (RAGGED, False), "even": (EVEN, False), "rows": (EVEN, True), "empty": ([[], []], False)},
-    padding_idx=[None, 0],
-    include_last_offset=[False, True],
-)
+    padding_idx=[None, 0], include_last_offset=[False, True],
+)  # fmt: skip
 def test_embedding_bag(mode, padding_idx, bags, include_last_offset):
-    bags, two_axes = bags
+    (bags, two_axes), entries = bags, list(itertools.chain(*bags[0]))
     options = {"padding_idx": padding_idx, "include_last_offset": include_last_offset}
     module = nn.EmbeddingBag(4, 3, mode="sum" if mode == "weighted" else mode, **options).double()
     weights = [[0.5 + b + 2 * k for k in range(len(bag))] for b, bag in enumerate(bags)] if mode == "weighted" else None
-    rows = dense_bags(module, bags, weights)
-    flat = torch.tensor(list(itertools.chain(*bags)), dtype=torch.int64)
+    rows, flat = dense_bags(module, bags, weights), torch.tensor(entries, dtype=torch.int64)
     given = None if weights is None else torch.tensor(list(itertools.chain(*weights)), dtype=torch.float64)
-    ends = list(itertools.accumulate(map(len, bags)))
-    offsets = torch.tensor([0, *ends] if include_last_offset else [0, *ends[:-1]])
+    offsets = torch.tensor([0, *itertools.accumulate(map(len, bags))][: None if include_last_offset else -1])
     if two_axes:
         flat, offsets = flat.view(len(bags), -1), None
         given = None if given is None else given.view(len(bags), -1)

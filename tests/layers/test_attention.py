@@ -135,9 +135,6 @@ def test_subclasses_with_a_forward_of_their_own_and_skipped_modules_follow_the_f
     assert "attn.out_proj" not in plain_kfac(seeded_build(Attends), skip_layers="attn.out_proj").blocks
 
 
-# ------------------------------------------------------------------------------------------------- Torch's transformers
-
-
 WORDS = 7
 
 
@@ -170,25 +167,22 @@ class Translator(nn.Module):
 def test_a_whole_transformer():
     """Every product and every norm has its block, and no parameter follows the fallback rule."""
 
-    def words(length: int, seed: int) -> Tensor:
-        return torch.randint(WORDS, (N, length), generator=torch.Generator().manual_seed(seed))
-
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
-    src, tgt, y = words(S, 0), words(T, 1), words(T, 2)
+    src, tgt, y = (torch.randint(WORDS, (N, length)) for length in (S, T, T))
     model = seeded_build(Translator)
     plain = twin(model)
     expected = expected_pairs(plain.by_hand, singles(src, tgt), y.split(1), loss)
     for name in {name.rpartition(".")[0] for name in expected if name.endswith(".out")}:
         expected |= oracle.attention_pairs(expected, name)
     products = {name: pair for name, pair in expected.items() if not name.endswith((".q", ".k", ".v", ".out"))}
-    given = [x.transpose(0, 1).contiguous() for x in (src, tgt)]
+    given = src.mT.contiguous(), tgt.mT.contiguous()
     outputs = model(*given)
     assert_close(outputs.transpose(0, 1).detach(), plain.by_hand(Tape(), src, tgt).detach(), 1e-12)
     opt = plain_kfac(model, batch_dim=1)
     assert torch.equal(model(*given), outputs)
-    train_step(opt, model, tuple(given), y.mT, loss)
+    train_step(opt, model, given, y.mT, loss)
     for name, pair in products.items():
         check_block(opt, name, pair, torch.kron(*pair) if name in ("source", "target") else None, 1e-8)
     assert set(opt.blocks) == products.keys() | {n for n, m in plain.named_modules() if isinstance(m, nn.LayerNorm)}

@@ -96,7 +96,8 @@ def assert_same_bits(found, expected):
         assert a is None or (torch.equal(a, b) and a.stride() == b.stride() and a.dtype == b.dtype)
 
 
-def mask_options(kind: str, tensors: list[Tensor], module: nn.MultiheadAttention) -> dict[str, Tensor]:
+def mask_options(tensors: list[Tensor], module: nn.MultiheadAttention) -> list[dict[str, Tensor]]:
+    """All kinds of masks, which leave the first key to every query."""
     batched = tensors[0].dim() == 3
     axis = 1 if batched and module.batch_first else 0
     length, sources, batch = tensors[0].shape[axis], tensors[1].shape[axis], N if batched else 1
@@ -105,58 +106,50 @@ def mask_options(kind: str, tensors: list[Tensor], module: nn.MultiheadAttention
     pairs = noise(length, sources) > 0.5
     pairs[:, 0] = False
     keys[..., 0] = False
-    whole = pairs.expand(batch * module.num_heads, length, sources)
     floats = torch.where(keys, -2.0, 0.0).double()
     causal = torch.full((length, sources), -torch.inf, dtype=torch.float64).triu(1)
-    return {
-        "none": {},
-        "keys": {"key_padding_mask": keys},
-        "pairs": {"attn_mask": pairs},
-        "heads": {"attn_mask": whole},
-        "both": {"attn_mask": pairs, "key_padding_mask": keys},
-        "floats": {"attn_mask": noise(length, sources), "key_padding_mask": floats},
-        "causal": {"attn_mask": causal, "is_causal": True},
-        "causal, keys": {"attn_mask": causal, "is_causal": True, "key_padding_mask": floats},
-    }[kind]
+    return [
+        {},
+        {"key_padding_mask": keys},
+        {"attn_mask": pairs},
+        {"attn_mask": pairs.expand(batch * module.num_heads, length, sources)},
+        {"attn_mask": pairs, "key_padding_mask": keys},
+        {"attn_mask": noise(length, sources), "key_padding_mask": floats},
+        {"attn_mask": causal, "is_causal": True},
+        {"attn_mask": causal, "is_causal": True, "key_padding_mask": floats},
+    ]
 
 
 MODULES = {
-    "plain": {},
-    "batch first": {"batch_first": True},
-    "no bias": {"bias": False},
-    "one head": {"num_heads": 1, "batch_first": True},
-    "dropout": {"dropout": 0.4},
-    "bias of keys": {"add_bias_kv": True},
-    "zero key": {"add_zero_attn": True},
+    "plain": {}, "batch first": {"batch_first": True}, "no bias": {"bias": False},
+    "one head": {"num_heads": 1, "batch_first": True}, "dropout": {"dropout": 0.4},
+    "bias of keys": {"add_bias_kv": True}, "zero key": {"add_zero_attn": True},
     "both keys": {"add_bias_kv": True, "add_zero_attn": True, "batch_first": True},
     "separate": {"kdim": 5, "vdim": 3, "add_bias_kv": True},
     "separate, no bias": {"kdim": E, "vdim": 3, "bias": False, "batch_first": True, "dropout": 0.4},
-}
+}  # fmt: skip
 KINDS = ["self", "cross", "three", "unbatched"]
 
 
-def fits(kind: str, options: dict, **others) -> bool:
+def fits(kind: str, options: dict) -> bool:
     return "kdim" not in options or kind in ("three", "unbatched")
 
 
-MASKS = ["none", "keys", "pairs", "heads", "both", "floats", "causal", "causal, keys"]
 WEIGHTS = [{"need_weights": False}, {}, {"average_attn_weights": False}]
 
 
 @pairs(fits, options=MODULES, kind=KINDS)
 def test_outputs_and_gradients_are_torchs(options, kind):
-    for i, masks in enumerate(MASKS):
-        weights = WEIGHTS[(i + KINDS.index(kind)) % 3]
-        plain = attention(**options)
-        seen = copy.deepcopy(plain)
+    plain = attention(**options)
+    tensors = inputs(kind, plain)
+    for i, masks in enumerate(mask_options(tensors, plain)):
+        seen, exposed = copy.deepcopy(plain), secondorder.nn.expose(copy.deepcopy(plain))
         calls = [tap(projection) for projection in watch(seen).projections.children()]
-        tensors = inputs(kind, plain)
-        call = {**weights, **mask_options(masks, tensors, plain)}
+        call = {**WEIGHTS[(i + KINDS.index(kind)) % 3], **masks}
         expected = outcome(plain, tensors, **call)
-        assert_same_bits(outcome(seen, tensors, **call), expected)
+        for module in (seen, exposed):
+            assert_same_bits(outcome(module, tensors, **call), expected)
         assert any(calls)
-        exposed = secondorder.nn.expose(copy.deepcopy(plain))
-        assert_same_bits(outcome(exposed, tensors, **call), expected)
 
 
 def rows(call: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -175,25 +168,23 @@ def watched_and_plain(**options) -> tuple[nn.MultiheadAttention, nn.MultiheadAtt
 def test_other_precisions_autocast_and_batches_of_zero_and_one():
     for kind, low in itertools.product(("self", "cross"), (False, True)):
         seen, plain, _ = watched_and_plain(batch_first=True)
-        seen, plain = seen.float(), plain.float()
         tensors = [x.float() for x in inputs(kind, plain)]
         tensors[2] = tensors[1]
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=low):
-            assert_same_bits(outcome(seen, tensors), outcome(plain, tensors))
+            assert_same_bits(outcome(seen.float(), tensors), outcome(plain.float(), tensors))
     for batch in (0, 1):
         seen, plain, _ = watched_and_plain()
-        x = noise(L, batch, E)
-        assert_same_bits(outcome(seen, [x] * 3), outcome(plain, [x] * 3))
+        tensors = [noise(L, batch, E)] * 3
+        assert_same_bits(outcome(seen, tensors), outcome(plain, tensors))
+
+
+def refuse(*args):
+    raise AssertionError("a copy of the model copies the optimizer")
 
 
 class Uncopyable:
-    def __call__(self):
-        return True
-
-    def __deepcopy__(self, memo):
-        raise AssertionError("a copy of the model copies the optimizer")
-
-    __reduce__ = __deepcopy__
+    __call__ = bool
+    __deepcopy__ = __reduce__ = refuse
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
@@ -218,14 +209,14 @@ def test_nothing_outlives_the_module():
     assert [r() for r in references] == [None, None]
 
 
+@torch.no_grad()
 def test_eval_keeps_the_fast_path():
     seen, plain, calls = watched_and_plain(batch_first=True)
-    seen, plain, x = seen.eval(), plain.eval(), noise(N, L, E)
-    with torch.no_grad(), Operators() as used:
-        found = seen(x, x, x)
+    x = noise(N, L, E)
+    with Operators() as used:
+        found = seen.eval()(x, x, x)
     assert "aten._native_multi_head_attention.default" in used.names
-    with torch.no_grad():
-        assert_same_bits(found, plain(x, x, x))
+    assert_same_bits(found, plain.eval()(x, x, x))
     assert not calls
 
 
@@ -302,10 +293,9 @@ class Static(nn.MultiheadAttention):
 
 def test_static_keys_are_left_to_torch():
     module = Static(E, HEADS).double()
-    projections = watch(module).projections
-    calls = [tap(p) for p in projections.children()]
-    x = noise(L, N, E)
-    assert_same_bits(outcome(module, [x] * 3), outcome(copy.deepcopy(module), [x] * 3))
+    calls = [tap(p) for p in watch(module).projections.children()]
+    tensors = [noise(L, N, E)] * 3
+    assert_same_bits(outcome(module, tensors), outcome(copy.deepcopy(module), tensors))
     assert not any(calls)
 
 
@@ -313,28 +303,24 @@ def recomputed(module, x, weights, reentrant):
     return checkpoint(lambda z: module(z, z, z)[0], x, use_reentrant=reentrant)
 
 
-def with_weights(module, x, weights):
-    return torch.func.functional_call(module, weights, (x, x, x))[0]
-
-
 CALLS = {
     "recomputed": partial(recomputed, reentrant=False),
     "recomputed, reentrant": partial(recomputed, reentrant=True),
-    "with other weights": with_weights,
+    "with other weights": lambda module, x, weights: torch.func.functional_call(module, weights, (x, x, x))[0],
 }
 
 
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("call", CALLS)
 def test_activation_checkpointing_and_functional_calls(call):
     seen, plain, calls = watched_and_plain(dropout=0.3)
     results = []
     for module in (plain, seen):
         trained = dict(module.named_parameters())
-        if call is with_weights:
+        if call == "with other weights":
             trained = {name: (2 * p).detach().requires_grad_() for name, p in trained.items()}
         torch.manual_seed(1)
         x = noise(L, N, E).requires_grad_()
-        out = call(module, x, trained)
+        out = CALLS[call](module, x, trained)
         out.square().sum().backward()
         results.append([out, x.grad, *(p.grad for p in trained.values())])
     assert_same_bits(results[1], results[0])
@@ -378,8 +364,7 @@ def test_attention_is_watched_inside_a_user_mode_but_not_when_compiled():
     tensors = inputs("self", plain)
     expected = outcome(plain, tensors)
     with Counting() as mode:
-        found = outcome(seen, tensors)
-    assert_same_bits(found, expected)
+        assert_same_bits(outcome(seen, tensors), expected)
     assert mode.count > 0
     assert len(calls) == 1
     assert_same_bits(outcome(torch.compile(seen, backend="eager"), tensors), expected)

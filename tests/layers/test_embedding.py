@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from secondorder import EKFAC, KFAC, HyLo
 from tests.support.building import built
 from tests.support.grid import each, pairs
-from tests.support.kfac import assert_close, labels, plain_kfac, train_step, twin
+from tests.support.kfac import assert_close, labels, plain_kfac, train_step
 from tests.support.layer_cases import Words, words
 from tests.support.models import Net, seeded_build
 from tests.support.operators import Operators
@@ -42,8 +42,7 @@ def test_a_position_index_shared_over_the_batch(examples, index):
     def build():
         return Net(forward, words=nn.Embedding(V, D), positions=nn.Embedding(6, D), head=nn.Linear(D, 3))
 
-    model, x, y = seeded_build(build), words(examples, S), labels(examples, 3)
-    plain = twin(model)
+    model, plain, x, y = seeded_build(build), seeded_build(build), words(examples, S), labels(examples, 3)
     shared = plain.positions(INDICES[index](x)).detach().requires_grad_()
     output = plain.head(torch.tanh(plain.words(x) + shared).mean(1))
     (g,) = torch.autograd.grad(F.cross_entropy(output, y), shared)
@@ -79,15 +78,9 @@ def on_means(net: nn.Module, x: Tensor) -> Tensor:
     return net.head(torch.tanh(z.mean(1) if z.ndim == 3 else z))
 
 
-REFUSALS = [
-    (nn.Embedding, {"sparse": True}, "sparse"),
-    (nn.Embedding, {"max_norm": 1.0}, "max_norm"),
-    (nn.Embedding, {"scale_grad_by_freq": True}, "scale_grad_by_freq"),
-    (nn.EmbeddingBag, {"sparse": True}, "sparse"),
-    (nn.EmbeddingBag, {"mode": "max"}, "max"),
-    (nn.EmbeddingBag, {"max_norm": 1.0}, "max_norm"),
-    (nn.EmbeddingBag, {"scale_grad_by_freq": True}, "scale_grad_by_freq"),
-]
+UNSUPPORTED = {"sparse": True, "max_norm": 1.0, "scale_grad_by_freq": True}
+REFUSALS = [(kind, {key: value}, key) for kind in (nn.Embedding, nn.EmbeddingBag) for key, value in UNSUPPORTED.items()]
+REFUSALS.append((nn.EmbeddingBag, {"mode": "max"}, "max"))
 
 
 def test_unsupported_options_follow_the_fallback_with_one_warning():
@@ -113,9 +106,6 @@ def test_a_batch_of_padding_only():
     for tokens in (torch.zeros_like(x), x):
         train_step(opt, model, (tokens,), y, F.cross_entropy)
     assert all(torch.isfinite(p).all() for p in model.parameters())
-
-
-# ----------------------------------------------------------- A table that is also the output projection, as in GPT-2
 
 
 class Language(nn.Module):
@@ -151,10 +141,10 @@ def data() -> tuple[Tensor, Tensor]:
     return words[0], words[1]
 
 
-def untied_pairs(approx: str = "expand") -> dict:
+def untied_pairs(approx: str = "expand", tables: int = 1) -> dict:
     """Statistics of each use, from a copy with two weights of equal values."""
     x, y = data()
-    plain = seeded_build(lambda: Language(False))
+    plain = seeded_build(lambda: Language(False, tables=tables))
     return expected_pairs(plain.by_hand, singles(x), y.split(1), F.cross_entropy, approx)
 
 
@@ -219,8 +209,7 @@ def test_tied_has_no_effect_on_a_model_without_ties():
 def test_two_tables_and_a_head_of_one_weight(tied):
     """As in translators; two tables without a head are one block by default."""
     (x, y), model = data(), seeded_build(lambda: Language(tied is not None, tables=2))
-    plain = seeded_build(lambda: Language(False, tables=2))
-    expected = expected_pairs(plain.by_hand, singles(x), y.split(1), F.cross_entropy)
+    expected = untied_pairs(tables=2)
     opt = plain_kfac(model, **({} if tied is None else {"tied": tied}))
     train_step(opt, model, (x,), y, F.cross_entropy)
     if tied != "head":

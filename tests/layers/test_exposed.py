@@ -7,6 +7,8 @@ in `test_layer_types.py`, by their factors.
 import copy
 import itertools
 import pickle
+from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -34,16 +36,13 @@ def build(kind: str, *sizes: int, **options) -> nn.Module:
     return getattr(nn, kind)(*(sizes or (D, H)), **options).double()
 
 
-class Tap:
+class Tap(list):
     """Inputs of every call of a projection."""
 
     armed = True
 
-    def __init__(self) -> None:
-        self.calls: list[Tensor] = []
-
     def __call__(self, module, args, output):
-        self.calls.append(args[0].detach())
+        self.append(args[0].detach())
 
 
 def tap_all(module: nn.Module) -> dict[str, Tap]:
@@ -95,25 +94,17 @@ def outcome(module: nn.Module, inputs: list[Tensor], given=None, kind: str = "",
     return [*outputs, *(x.grad for x in [*inputs, *(given or ())]), *(p.grad for p in module.parameters())]
 
 
-def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+assert_equal = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
 
 
 LENGTHS = {"packed": [5, 2, 2], "unsorted": [2, 4, 1], "alone": [3]}  # of packed sequences
 
 
 @pairs(
-    lambda kind, form, batch_first, **_: not (form == "sequence" and batch_first),
-    kind=LAYERS.keys(),
-    form=["batch", "sequence", "packed", "unsorted", "alone"],
-    states_given=[False, True],
-    num_layers=[1, 2],
-    bidirectional=[False, True],
-    batch_first=[False, True],
-    bias=[False, True],
-    own=[False, True],
-)
+    lambda kind, form, batch_first, **_: not (form == "sequence" and batch_first), kind=LAYERS.keys(),
+    form=["batch", "sequence", "packed", "unsorted", "alone"], states_given=[False, True], num_layers=[1, 2],
+    bidirectional=[False, True], batch_first=[False, True], bias=[False, True], own=[False, True],
+)  # fmt: skip
 def test_layers_give_torchs_results(kind, form, states_given, num_layers, bidirectional, batch_first, bias, own):
     """``own`` is the option that only layers of this kind have."""
     options = {"num_layers": num_layers, "bidirectional": bidirectional, "batch_first": batch_first, "bias": bias}
@@ -124,25 +115,20 @@ def test_layers_give_torchs_results(kind, form, states_given, num_layers, bidire
     number = num_layers * (1 + bidirectional)
     given = states(kind, number, *batch, proj=options.get("proj_size", 0)) if states_given else None
     pack = None
-    inputs = [noise(T, *batch, D)]
-    if batch_first:
-        inputs = [inputs[0].transpose(0, 1)]
+    inputs = [noise(T, *batch, D).transpose(0, 1) if batch_first else noise(T, *batch, D)]
     if form in LENGTHS:
-        lengths = LENGTHS[form]
-        inputs = [noise(length, D, seed=i) for i, length in enumerate(lengths)]
-        pack = lambda xs: pack_sequence(xs, enforce_sorted=form == "packed")  # noqa: E731
+        inputs = [noise(length, D, seed=i) for i, length in enumerate(LENGTHS[form])]
+        pack = partial(pack_sequence, enforce_sorted=form == "packed")
     found, expected = (outcome(m, inputs, given, kind, pack) for m in (seen, plain))
     assert_equal(found, expected)
     assert found[0].stride() == expected[0].stride()
 
 
 @pairs(
-    lambda kind, options, **_: "nonlinearity" not in options or kind == "RNNCell",
-    kind=CELLS.keys(),
+    lambda kind, options, **_: "nonlinearity" not in options or kind == "RNNCell", kind=CELLS.keys(),
     options={"": {}, "no-bias": {"bias": False}, "relu": {"nonlinearity": "relu"}},
-    batch={"batch": (N,), "one": (), "none": (0,)},
-    states_given=[False, True],
-)
+    batch={"batch": (N,), "one": (), "none": (0,)}, states_given=[False, True],
+)  # fmt: skip
 def test_cells_give_torchs_results(kind, options, batch, states_given):
     plain, seen = pair(kind, **options)
     given = states(kind, *batch) if states_given else None
@@ -167,8 +153,7 @@ def test_dropout_between_layers_draws_the_same_numbers(kind, packed):
 
 
 @pairs(
-    lambda kind, options, **_: "proj_size" not in options or kind == "LSTM",
-    kind=LAYERS.keys(),
+    lambda kind, options, **_: "proj_size" not in options or kind == "LSTM", kind=LAYERS.keys(),
     dtypes={
         "bfloat16": (torch.float32, torch.bfloat16), "float16": (torch.float32, torch.float16),
         "bfloat16-all": (torch.bfloat16, torch.bfloat16),
@@ -182,36 +167,31 @@ def test_autocast_gives_what_torch_gives_on_this_machine(kind, dtypes, options):
     """Not every processor has all kernels in low precision: if torch refuses, the same error is raised."""
     dtype, computed_in = dtypes
     first = options.get("batch_first", False)
+
+    def result(module: nn.Module, x: Tensor) -> list[Tensor] | str:
+        torch.manual_seed(5)
+        try:
+            with torch.autocast("cpu", dtype=computed_in):
+                return [*flat(module.float()(x)), torch.rand(2)]
+        except RuntimeError as refusal:
+            return str(refusal)
+
     for lengths in (None, [5, 3, 3], [5, 5, 5]):
-        x = noise(N, T, D).to(dtype) if first else noise(T, N, D).to(dtype)
+        x = noise(*((N, T) if first else (T, N)), D).to(dtype)
         x = pack_padded_sequence(x, lengths, first) if lengths else x
-        results = []
-        for module in pair(kind, num_layers=2, **options):
-            torch.manual_seed(5)
-            try:
-                with torch.autocast("cpu", dtype=computed_in):
-                    results.append([*flat(module.float()(x)), torch.rand(2)])
-            except RuntimeError as refusal:
-                results.append(str(refusal))
-        plain, seen = results
+        plain, seen = (result(module, x) for module in pair(kind, num_layers=2, **options))
         if isinstance(plain, str):
             assert seen == plain
         else:
-            for a, b in zip(seen, plain, strict=True):
-                torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
+            torch.testing.assert_close(seen, plain, rtol=0.05, atol=0.05)
 
 
 # inputs of a layer, and the shape of its state
 WRONG = [
-    (noise(1, T, N, D), None),
-    (noise(T, N, D + 1), None),
-    (noise(T, N, D).float(), None),
-    (noise(0, N, D), None),
-    (noise(T, N, D), (1, N + 1, H)),
-    (noise(T, N, D), (1, H)),
-    (noise(T, D), (1, N, H)),
+    (noise(1, T, N, D), None), (noise(T, N, D + 1), None), (noise(T, N, D).float(), None), (noise(0, N, D), None),
+    (noise(T, N, D), (1, N + 1, H)), (noise(T, N, D), (1, H)), (noise(T, D), (1, N, H)),
     (noise(T, N, D), (1, N, H + 1)),
-]
+]  # fmt: skip
 WRONG_FOR_CELLS = [(noise(N, D), (1, H)), (noise(N, D), (N, 1)), (noise(T, N, D), None), (noise(D), (N, H))]
 
 
@@ -226,26 +206,23 @@ def test_what_torch_refuses_is_refused(kind):
 
 def test_the_input_is_multiplied_at_once_and_the_state_step_by_step():
     """The state of packed data has only the sequences that have not ended."""
+
+    def shapes_of(taps: dict[str, Tap]) -> dict[str, list[tuple[int, ...]]]:
+        return {name: [tuple(a.shape) for a in tap] for name, tap in taps.items()}
+
     x = noise(T, N, D)
     for batch_first in (False, True):
         module = expose(build("LSTM", batch_first=batch_first, proj_size=2))
         taps = tap_all(module)
         module(x.transpose(0, 1) if batch_first else x)
-        assert {name: [tuple(a.shape) for a in tap.calls] for name, tap in taps.items()} == {
-            "ih_l0": [(T, N, D)],
-            "hh_l0": [(N, 2)] * T,
-            "hr_l0": [(N, H)] * T,
-        }
-        assert torch.equal(taps["ih_l0"].calls[0], x)
+        assert shapes_of(taps) == {"ih_l0": [(T, N, D)], "hh_l0": [(N, 2)] * T, "hr_l0": [(N, H)] * T}
+        assert torch.equal(taps["ih_l0"][0], x)
     module = expose(build("GRU", bidirectional=True))
     taps = tap_all(module)
     module(pack_sequence([noise(3, D), noise(1, D)]))
-    assert {name: [tuple(a.shape) for a in tap.calls] for name, tap in taps.items()} == {
-        "ih_l0": [(1, 4, D)],
-        "hh_l0": [(2, H), (1, H), (1, H)],
-        "ih_l0_reverse": [(1, 4, D)],
-        "hh_l0_reverse": [(1, H), (1, H), (2, H)],
-    }
+    inputs, states = [(1, 4, D)], [(2, H), (1, H), (1, H)]
+    forward = {"ih_l0": inputs, "hh_l0": states}
+    assert shapes_of(taps) == forward | {"ih_l0_reverse": inputs, "hh_l0_reverse": states[::-1]}
 
 
 @pytest.mark.parametrize("kind", [*LAYERS, *CELLS])
@@ -259,11 +236,10 @@ def test_the_kernel_runs_when_no_tap_is_waiting(kind):
             tap.armed = armed
         with torch.no_grad():
             module(*arguments(kind))
-        counts.append(len(first.calls))
+        counts.append(len(first))
     assert counts == [1, 1, 1, 1]
 
 
-# ----------------------------------------------------------------------------------------------------------- Conversion
 KINDS = {**dict.fromkeys([*LAYERS, *CELLS], (D, H)), "MultiheadAttention": (6, 2)}
 
 
@@ -274,11 +250,10 @@ def arguments(kind: str) -> list[Tensor]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_copies_and_functional_calls(kind):
     """States load both ways, a copy has its own projections, and a functional call uses the given weights."""
-    plain, x = build(kind, *KINDS[kind]), arguments(kind)
-    seen = getattr(secondorder.nn, kind)(*KINDS[kind]).double()
+    plain, back, expected = (build(kind, *KINDS[kind]) for _ in range(3))
+    seen, x = getattr(secondorder.nn, kind)(*KINDS[kind]).double(), arguments(kind)
     assert list(seen.state_dict()) == list(plain.state_dict())
     seen.load_state_dict(plain.state_dict())
-    back = build(kind, *KINDS[kind])
     back.load_state_dict({name: 2 * value for name, value in seen.state_dict().items()})
     for a, b in zip(plain.parameters(), back.parameters(), strict=True):
         assert torch.equal(2 * a, b)
@@ -293,7 +268,6 @@ def test_states_copies_and_functional_calls(kind):
             assert torch.equal(a, b)
     tap_all(module)
     other = {name: (0.5 * p).detach() for name, p in module.named_parameters()}
-    expected = build(kind, *KINDS[kind])
     expected.load_state_dict(other)
     assert_equal(flat(torch.func.functional_call(module, other, tuple(x))), flat(expected(*x)))
 
@@ -308,24 +282,24 @@ def test_a_model_is_converted_in_place():
     rnn = nn.ModuleList([nn.LSTM(D, H, 2), nn.GRU(H, H), nn.RNN(H, H)])
     encoder = nn.TransformerEncoderLayer(H, 2, 8, dropout=0.0, batch_first=True)
     model = Net(through_all, rnn=rnn, cell=nn.LSTMCell(H, H), encoder=encoder).double()
-    called = []
-    model.rnn[0].register_forward_hook(lambda *_: called.append("rnn"))
-    before, keys = dict(model.named_parameters()), list(model.state_dict())
+    called = Mock(return_value=None)
+    model.rnn[0].register_forward_hook(called)
+    before, keys = {n: id(p) for n, p in model.named_parameters()}, list(model.state_dict())
     expected = model(noise(T, N, D))
     with silent():
         assert expose(model) is model
         kinds = [type(m) for m in model.modules()]
         assert expose(model) is model
     assert [type(m) for m in model.modules()] == kinds
-    assert {n: id(p) for n, p in model.named_parameters()} == {n: id(p) for n, p in before.items()}
+    assert {n: id(p) for n, p in model.named_parameters()} == before
     assert list(model.state_dict()) == keys
     names = ["LSTM", "GRU", "RNN", "LSTMCell", "MultiheadAttention"]
     found = [*model.rnn, model.cell, model.encoder.self_attn]
     assert [type(m) for m in found] == [getattr(secondorder.nn, name) for name in names]
     for module in found:
         tap_all(module)
-    torch.testing.assert_close(model(noise(T, N, D)), expected, rtol=1e-12, atol=1e-12)
-    assert called == ["rnn", "rnn"]
+    assert_equal([model(noise(T, N, D))], [expected])
+    assert called.call_count == 2
 
 
 def test_a_converted_module_keeps_its_mode_and_its_copy_is_not_watched():
@@ -355,10 +329,8 @@ class Wider(nn.LSTM):
 
 
 def test_modules_that_must_keep_their_class_are_named():
-    model = nn.ModuleDict(
-        {"own": Own(D, H), "normed": weight_norm(nn.LSTM(D, H), "weight_hh_l0"), "plain": nn.GRU(D, H)}
-    )
-    model["patched"] = nn.RNN(D, H)
+    normed = weight_norm(nn.LSTM(D, H), "weight_hh_l0")
+    model = nn.ModuleDict({"own": Own(D, H), "normed": normed, "plain": nn.GRU(D, H), "patched": nn.RNN(D, H)})
     model["patched"].forward = lambda input: input
     kinds = {name: type(module) for name, module in model.items()}
     with pytest.warns(UserWarning, match="own .*forward of its own.*normed .*parametrized.*patched") as caught:
@@ -414,14 +386,11 @@ def test_flattened_weights_do_no_harm_and_one_parametrized_later_is_not_computed
     assert counts[0] == counts[1]
 
 
-def graph_breaks() -> int:
-    return sum(torch._dynamo.utils.counters["graph_break"].values())
-
-
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("kind", ["RNN", "GRUCell", "MultiheadAttention"])
 def test_compiled(kind):
     plain, x = build(kind, *KINDS[kind]), arguments(kind)
     seen = torch.compile(expose(copy.deepcopy(plain)), backend="aot_eager")
     assert_equal(flat(seen(*x)), flat(plain(*x)))
-    assert graph_breaks() == (1 if kind in LAYERS else 0)  # torch breaks at every recurrent layer by its type
+    breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
+    assert breaks == (1 if kind in LAYERS else 0)  # torch breaks at every recurrent layer by its type

@@ -4,6 +4,7 @@ The expected second moments come from autograd through the module itself, one ex
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -45,9 +46,7 @@ class LlamaNorm(nn.Module):
 class Own(nn.Module):
     """Parameters by their names, and a function of the module and its input."""
 
-    def __init__(
-        self, function: Callable[[nn.Module, Tensor], Tensor], size: int, *names: str, eps: float = 1e-5
-    ) -> None:
+    def __init__(self, function: Callable[[Any, Tensor], Tensor], size: int, *names: str, eps: float = 1e-5) -> None:
         super().__init__()
         for name in names:
             setattr(self, name, nn.Parameter(torch.ones(size)))
@@ -155,16 +154,12 @@ def test_a_trial_leaves_the_module_as_it_is():
             self.calls += 1
             return super().forward(x + 0 * torch.rand(()))
 
-    norm = Counting(8)
+    norm = Counting(8).eval()
     norm.register_forward_hook(lambda *_: pytest.fail("a hook ran"))
-    norm.eval()
-    model = nn.Sequential(nn.Linear(3, 8), norm)
-    before = torch.get_rng_state()
-    opt = KFAC(model)
-    assert list(opt.blocks) == ["0", "1"]
+    model, before = nn.Sequential(nn.Linear(3, 8), norm), torch.get_rng_state()
+    assert list(KFAC(model).blocks) == ["0", "1"]
     assert torch.equal(torch.get_rng_state(), before)
-    assert norm.calls == 0
-    assert not norm.training
+    assert (norm.calls, norm.training) == (0, False)
     assert torch.equal(norm.weight, torch.ones(8))
 
 

@@ -45,9 +45,6 @@ def test_experts_without_tokens_in_a_step(calls_the_idle):
     assert "fallback" not in opt.describe()
 
 
-# --------------------------------------------------------------------------------- Low-rank adapters of frozen weights
-
-
 class Quantized(nn.Module):
     """A base in int8 with a scale; some libraries keep the weight as a Parameter without a gradient."""
 
@@ -77,20 +74,20 @@ class Tuned(nn.Module):
         return tape.linear("head", self.head, torch.tanh(z).mean(1))
 
 
-@pytest.mark.parametrize(
-    ("base", "method", "given"),
-    [
-        (nn.Linear, "cholesky", "model"),
-        (nn.Linear, "eigen", "trained"),  # as trainers of adapters do: the optimizer is not given the base
-        (Quantized, "eigen", "model"),
-    ],
-)
+BASES = [
+    (nn.Linear, "cholesky", "model"),
+    (nn.Linear, "eigen", "trained"),  # as trainers of adapters do: the optimizer is not given the base
+    (Quantized, "eigen", "model"),
+]
+
+
+@pytest.mark.parametrize(("base", "method", "given"), BASES)
 def test_frozen_and_quantized_bases_do_not_matter(base, method, given):
     model, x, y = seeded_build(lambda: Tuned(base)), noise(N, S, D), labels(N, 3)
     expected = expected_pairs(twin(model).by_hand, singles(x), y.split(1), F.cross_entropy)
     before = {k: v.clone() for k, v in model.base.state_dict().items()}
-    trained = {"params": [p for p in model.parameters() if p.requires_grad], "module": model}
-    opt = plain_kfac(**(trained if given == "trained" else {"params": model}), inverse_method=method)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    opt = plain_kfac(trained if given == "trained" else model, module=model, inverse_method=method)
     train_step(opt, model, (x,), y, F.cross_entropy)
     assert set(opt.blocks) == {"down", "up", "head"}
     for name, pair in expected.items():
@@ -104,8 +101,6 @@ def test_frozen_and_quantized_bases_do_not_matter(base, method, given):
     if base is nn.Linear and given == "model":
         assert "frozen" in row_of(opt, "base.weight")
 
-
-# ------------------------------------------------------------------------------------------------- Parametrized weights
 
 LAYERS = {
     "Linear": lambda: (nn.Linear(4, 4), noise(N, 4)),
@@ -157,10 +152,8 @@ def check_reasons(model: nn.Module, x: Tensor) -> KFAC:
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated", "ignore:.*weight_norm.*deprecated")
 @each(  # torch itself has no spectral norm of a vector
-    lambda kind, wrapper: not (kind == "LayerNorm" and "spectral" in wrapper),
-    kind=LAYERS.keys(),
-    wrapper=WRAPPERS.keys(),
-)
+    lambda kind, wrapper: kind != "LayerNorm" or "spectral" not in wrapper, kind=LAYERS.keys(), wrapper=WRAPPERS.keys(),
+)  # fmt: skip
 def test_parametrized_layers_follow_the_fallback_with_a_reason(wrapper, kind):
     layer, x = LAYERS[kind]()
     opt = check_reasons(seeded_build(lambda: wrapped(WRAPPERS[wrapper](layer))), x)
@@ -186,9 +179,7 @@ class Double(nn.Module):
 
 
 def doubled_bias() -> nn.Module:
-    layer = nn.Linear(4, 4)
-    nn.utils.parametrize.register_parametrization(layer, "bias", Double())
-    return wrapped(layer)
+    return wrapped(nn.utils.parametrize.register_parametrization(nn.Linear(4, 4), "bias", Double()))
 
 
 PARAMETRIZED = {

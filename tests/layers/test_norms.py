@@ -24,15 +24,14 @@ N = 6
 
 def parts_of(layer: nn.Module) -> list[nn.Parameter]:
     """The trained ones of scale and shift."""
-    return [p for p in (layer.weight, getattr(layer, "bias", None)) if p is not None and p.requires_grad]
+    return [p for p in layer.parameters() if p.requires_grad]
 
 
 def normalized(layer: nn.Module, x: Tensor) -> Tensor:
     """x̂ of a batch ``x``: the layer's output with a scale of 1 and no shift."""
     layer = twin(layer)
-    nn.init.ones_(layer.weight)
-    if getattr(layer, "bias", None) is not None:
-        nn.init.zeros_(layer.bias)
+    for name, p in layer.named_parameters():
+        nn.init.constant_(p, float(name == "weight"))
     return layer(x).detach()
 
 
@@ -138,31 +137,24 @@ def check(case: str | Normed, curvature="unit", parts=1, reduction="mean", x: Te
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_block_per_unit_is_the_second_moment_of_per_example_gradients(case):
-    """With "diagonal" it is the diagonal of that."""
+    """With "diagonal" it is the diagonal of that. A normalized input is that of torch, in low precision, too."""
     check(case)
     check(case, "diagonal")
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_normalized_input_is_that_of_torch_in_low_precision_too(case):
     model, x, _ = problem(case)
-    layer, has_bias = model.norm, getattr(model.norm, "bias", None) is not None
+    layer, low = model.norm, (3 * x + 1).bfloat16()
     kind, _ = find_adapter(layer)
-    found = kind(layer, True, has_bias)
-    assert_close(found.normalized(x), normalized(layer, x), 1e-9)
-    low = (3 * x + 1).bfloat16()
-    assert found.normalized(low).dtype == torch.float32
+    found = kind(layer, True, getattr(layer, "bias", None) is not None).normalized
+    assert_close(found(x), normalized(layer, x), 1e-9)
+    assert found(low).dtype == torch.float32
     tolerance = {"rtol": 1e-2, "atol": 1e-2} if isinstance(layer, nn.RMSNorm) else {"rtol": 1e-4, "atol": 1e-5}
-    torch.testing.assert_close(found.normalized(low).double(), normalized(layer, low.double()), **tolerance)
+    torch.testing.assert_close(found(low).double(), normalized(layer, low.double()), **tolerance)
 
 
 @pairs(
     case=["LayerNorm of tokens", "RMSNorm", "GroupNorm", "BatchNorm2d", "InstanceNorm1d"],
-    frozen=["", "weight", "bias"],
-    curvature=["unit", "diagonal"],
-    damping=[0.1, 1e-3],
+    frozen=["", "weight", "bias"], curvature=["unit", "diagonal"], damping=[0.1, 1e-3],
     inverse_method=["eigen", "cholesky"],
-)
+)  # fmt: skip
 def test_direction_is_the_inverse_of_each_damped_unit(case, frozen, damping, curvature, inverse_method):
     """Blocks this small add λ to their own eigenvalues, whatever the large ones do; a frozen part has no row."""
     model, x, y = problem(case)
@@ -191,29 +183,19 @@ def test_a_norm_without_parameters_has_no_block():
     assert set(opt.blocks) == {"0", "3"}
 
 
-@pytest.mark.parametrize(
-    ("case", "keywords"),
-    [
-        ("LayerNorm of tokens", {"parts": 3, "reduction": "sum"}),
-        ("GroupNorm", {"parts": 3}),
-        ("LayerNorm of tokens", {"approx": "reduce"}),  # without an input factor, there is nothing to choose
-    ],
-    ids=str,
-)
-def test_micro_batches_reductions_and_approximations_do_not_matter(case, keywords):
-    check(case, **keywords)
+def test_micro_batches_reductions_and_approximations_do_not_matter():
+    check("LayerNorm of tokens", parts=3, reduction="sum")
+    check("GroupNorm", parts=3)
+    check("LayerNorm of tokens", approx="reduce")  # without an input factor, there is nothing to choose
 
 
-@pytest.mark.parametrize(
-    ("layer", "shape"),
-    [
-        (nn.LayerNorm(4), (4,)),
-        (nn.LayerNorm((2, 3)), (2, 3)),
-        (nn.InstanceNorm1d(4, affine=True), (4, 5)),
-        (nn.InstanceNorm2d(4, affine=True), (4, 5, 3)),
-        (nn.InstanceNorm3d(4, affine=True), (4, 5, 3, 2)),
-    ],
-)
+UNBATCHED = [
+    (nn.LayerNorm(4), (4,)), (nn.LayerNorm((2, 3)), (2, 3)), (nn.InstanceNorm1d(4, affine=True), (4, 5)),
+    (nn.InstanceNorm2d(4, affine=True), (4, 5, 3)), (nn.InstanceNorm3d(4, affine=True), (4, 5, 3, 2)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layer", "shape"), UNBATCHED)
 def test_one_example_without_a_batch_axis(layer, shape):
     layer = twin(layer).double()
     opt = plain_kfac(layer)
@@ -244,27 +226,30 @@ class Laid(Normed):
         return self.after(torch.stack([self.norm(z[:, s]) for s in range(z.shape[1])], 1))
 
 
-LAYOUTS = ["flattened", "positions first", "a call per position", "checkpointed", "checkpointed without reentry"]
-
-
-@pytest.mark.parametrize("layout", [*LAYOUTS, "positions first in the batch"])
+@pytest.mark.parametrize(
+    "layout", ["flattened", "positions first", "a call per position", "checkpointed", "checkpointed without reentry"]
+)
 def test_examples_are_recognized_in_other_layouts(layout):
-    check(seeded_build(lambda: Laid(layout)), **({"batch_dim": 1} if layout.endswith("batch") else {}))
+    check(seeded_build(lambda: Laid(layout)))
 
 
-PAIRS = {
-    "LayerNorm": ("LayerNorm of tokens", lambda: nn.LayerNorm(4, eps=1.0)),
-    "RMSNorm": ("RMSNorm", lambda: nn.RMSNorm(4, eps=1.0)),
-    "GroupNorm": ("GroupNorm of one group", lambda: nn.GroupNorm(4, 4)),
-    "BatchNorm": ("BatchNorm2d", lambda: nn.BatchNorm2d(4, eps=1.0)),
-    "InstanceNorm": ("InstanceNorm1d", lambda: nn.InstanceNorm1d(3, affine=True, eps=1.0)),
-}
+def test_positions_may_come_first_in_the_batch():
+    check(seeded_build(lambda: Laid("positions first in the batch")), batch_dim=1)
 
 
-@pytest.mark.parametrize("kind", PAIRS)
-def test_two_norms_of_one_weight(kind):
+@pytest.mark.parametrize(
+    ("case", "second"),
+    [
+        ("LayerNorm of tokens", lambda: nn.LayerNorm(4, eps=1.0)),
+        ("RMSNorm", lambda: nn.RMSNorm(4, eps=1.0)),
+        ("GroupNorm of one group", lambda: nn.GroupNorm(4, 4)),
+        ("BatchNorm2d", lambda: nn.BatchNorm2d(4, eps=1.0)),
+        ("InstanceNorm1d", lambda: nn.InstanceNorm1d(3, affine=True, eps=1.0)),
+    ],
+)
+def test_two_norms_of_one_weight(case, second):
     """Each has its own eps or groups."""
-    model, x, _ = problem(*PAIRS[kind])
+    model, x, _ = problem(case, second)
     check(model, x=x)
 
 
@@ -275,22 +260,15 @@ class Shared(Normed):
         return self.after(x + self.norm(torch.arange(20.0).sin().view(5, 4).to(x)))
 
 
-def with_frozen_statistics() -> Normed:
-    """Running statistics are frozen, as in fine-tuning."""
-    model = problem("BatchNorm2d")[0]
-    model.norm.eval()
-    return model
-
-
-@pytest.mark.parametrize(
-    ("build", "shape"),
-    [(lambda: Shared(nn.LayerNorm(4), 4, -1), (5, 4)), (with_frozen_statistics, (4, 3, 2))],
-    ids=["shared by the batch", "evaluation mode"],
-)
-def test_norms_without_gradients_of_examples_follow_the_fallback_with_a_warning(build, shape):
-    model, y = seeded_build(build), labels(N, 3)
+@pytest.mark.parametrize("case", ["shared by the batch", "statistics frozen, as in fine-tuning"])
+def test_norms_without_gradients_of_examples_follow_the_fallback_with_a_warning(case):
+    if case == "shared by the batch":
+        model, x, y = seeded_build(lambda: Shared(nn.LayerNorm(4), 4, -1)), noise(N, 5, 4), labels(N, 3)
+    else:
+        model, x, y = problem("BatchNorm2d")
+        model.norm.eval()
     opt = plain_kfac(model, lr=0.1, damping=0.1)
-    F.cross_entropy(model(noise(N, *shape)), y).backward()
+    F.cross_entropy(model(x), y).backward()
     with pytest.warns(UserWarning, match="norm"):
         found = step_of(opt, list(model.norm.parameters()))
     for gradient, moved in found:

@@ -13,7 +13,7 @@ from secondorder import KFAC
 from secondorder.capture.layers.others import hugging_face_conv1d
 from tests.support.kfac import assert_close, labels, noise, plain_kfac, train_step, twin
 from tests.support.layer_cases import CASES, Conv1D, Gain, GainAdapter, GPT2Attention, LayerCase, Own
-from tests.support.models import seeded_build
+from tests.support.models import Net, seeded_build
 from tests.support.oracles.kfac import solve_exact
 from tests.support.oracles.layers import block_state, check_block, follows_fallback, step_of
 
@@ -78,71 +78,61 @@ def test_a_second_registration_replaces_the_first_and_subclasses_follow_their_ne
         check_own(opt)
 
 
-def test_a_subclass_with_a_forward_of_its_own_follows_the_fallback_with_a_reason():
-    base = fresh()
+def test_what_an_adapter_does_not_cover_follows_the_fallback_with_a_reason():
+    """A forward or a parameter that a subclass adds, and what the adapter itself refuses."""
+    base, picky = fresh(), fresh()
 
     class Changed(base):
         def forward(self, x):
             return super().forward(x).square()
 
-    secondorder.register_layer(base, GainAdapter)
-    model, x, y = problem(Changed)
-    opt = plain_kfac(model, lr=0.1)
-    assert follows_fallback(opt, "own.kernel", "Changed", "overrides")
-    F.cross_entropy(model(x), y).backward()
-    ((gradient, moved),) = step_of(opt, [model.own.kernel])
-    assert_close(moved, 0.1 * gradient)
+    class Extra(base):
+        def __init__(self, *sizes) -> None:
+            super().__init__(*sizes)
+            self.scale = nn.Parameter(torch.ones(()))
 
-
-def test_a_refusal_of_the_adapter_is_the_reason_in_describe():
     class Picky(GainAdapter):
         @staticmethod
         def refusal(module: nn.Module) -> str:
             return "its gain is too large" if module.gain > 2 else ""
 
-    kind = fresh()
-    secondorder.register_layer(kind, Picky)
-    model, *_ = problem(kind)
-    assert follows_fallback(plain_kfac(model), "own.kernel", "its gain is too large")
-    kind.gain = 1.0
-    assert "own" in plain_kfac(problem(kind)[0]).blocks
-
-
-def test_a_parameter_besides_weight_and_bias_follows_the_fallback_with_a_reason():
-    kind = fresh()
-
-    class Extra(kind):
-        def __init__(self, *sizes) -> None:
-            super().__init__(*sizes)
-            self.scale = nn.Parameter(torch.ones(()))
-
-    secondorder.register_layer(kind, GainAdapter)
-    model, x, y = problem(Extra)
-    opt = plain_kfac(model, lr=0.1)
-    assert follows_fallback(opt, "own.scale", "besides")
-    train_step(opt, model, (x,), y, F.cross_entropy)
+    secondorder.register_layer(base, GainAdapter)
+    secondorder.register_layer(picky, Picky)
+    for kind, name, reasons in (
+        (Changed, "own.kernel", ("Changed", "overrides")),
+        (Extra, "own.scale", ("besides",)),
+        (picky, "own.kernel", ("its gain is too large",)),
+    ):
+        model, x, y = problem(kind)
+        opt = plain_kfac(model, lr=0.1)
+        assert follows_fallback(opt, name, *reasons)
+        F.cross_entropy(model(x), y).backward()
+        gradient = torch.zeros(()) if kind is Extra else model.own.kernel.grad
+        before = model.get_parameter(name).detach().clone()
+        opt.step()
+        assert_close(before - model.get_parameter(name).detach(), 0.1 * gradient)
+    picky.gain = 1.0
+    assert "own" in plain_kfac(problem(picky)[0]).blocks
 
 
 def test_a_layer_whose_rows_belong_to_no_example_follows_the_fallback():
     """The error of the adapter becomes the reason; expand does not need examples."""
-
-    class Shared(Own):
-        def __init__(self, kind) -> None:
-            super().__init__(kind)
-            self.register_buffer("table", torch.randn(S, D))
-
-        def forward(self, x):
-            return self.head(torch.tanh(x[..., :3] + self.own(self.table)).mean(1))
-
-    kind = fresh()
+    kind, x, y = fresh(), noise(N, S, D), labels(N, 3)
     secondorder.register_layer(kind, GainAdapter)
-    model, x, y = seeded_build(lambda: Shared(kind)), noise(N, S, D), labels(N, 3)
+
+    def forward(net, x):
+        return net.head(torch.tanh(x[..., :3] + net.own(net.table)).mean(1))
+
+    def shared() -> Net:
+        return Net(forward, own=kind(D, 3), head=nn.Linear(3, 3), table=nn.Buffer(torch.randn(S, D)))
+
+    model = seeded_build(shared)
     opt = plain_kfac(model, lr=0.1, approx="reduce")
     F.cross_entropy(model(x), y).backward()
     with pytest.warns(UserWarning, match="its rows belong to no example"):
         ((gradient, moved),) = step_of(opt, [model.own.kernel])
     assert_close(moved, 0.1 * gradient)
-    model = seeded_build(lambda: Shared(kind))
+    model = seeded_build(shared)
     opt = plain_kfac(model)
     train_step(opt, model, (x,), y, F.cross_entropy)
     assert block_state(opt, "own")["factor_updates"] == 1

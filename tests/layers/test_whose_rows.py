@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from tests.support.ekfac import assert_scales, held_bases, held_scales, plain_ekfac, state_of
 from tests.support.grid import each, pairs
-from tests.support.kfac import assert_close, labels, noise, plain_kfac
+from tests.support.kfac import assert_close, labels, noise, plain_kfac, train_step
 from tests.support.models import Net, seeded_build
 from tests.support.oracles.ekfac import scales
+from tests.support.oracles.layers import Tape, multihead, row_of
 from tests.support.warned import warned
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*nothing was captured")
@@ -38,23 +39,16 @@ def is_left_out(opt, layer: nn.Module) -> bool:
     if state["factor_updates"] or state["refreshes"]:
         return False
     assert state.get("scale_updates", 0) == 0
-    group = opt.param_groups[0]
-    name = next(n for n, p in zip(group["param_names"], group["params"], strict=True) if p is layer.weight)
-    line = next(line for line in opt.describe().splitlines() if line.startswith(name + " "))
-    assert len(line.partition(" fallback: ")[2]) > 20, line
+    (group,) = opt.param_groups
+    (name,) = [n for n, p in zip(group["param_names"], group["params"], strict=True) if p is layer.weight]
+    assert len(row_of(opt, name).partition(" fallback: ")[2]) > 20
     return True
 
 
 def gradients(layer: nn.Module, examples: list[Tensor], loss) -> Tensor:
     """``[N, 1, d_out, d_in]``: the gradient of each example's own loss, by hand."""
-    found = []
-    for n, x in enumerate(examples):
-        weight = layer.weight.detach().clone().requires_grad_()
-        found.append(torch.autograd.grad(loss(x @ weight.mT, n), weight)[0][None])
-    return torch.stack(found)
-
-
-# ------------------------------------------------------------------------------------------------------- Sequence first
+    weight = layer.weight.detach().clone().requires_grad_()
+    return torch.stack([torch.autograd.grad(loss(x @ weight.mT, n), weight)[0][None] for n, x in enumerate(examples)])
 
 
 def positions_first(flat: bool) -> Net:
@@ -66,11 +60,7 @@ def positions_first(flat: bool) -> Net:
     return Net(forward, layer=nn.Linear(3, 2, bias=False))
 
 
-SIZES = {"5x4": (5, 4), "4x4": (4, 4), "8x4": (8, 4), "2x4": (2, 4), "4x1": (4, 1)}
-FLAT = {"sequences": False, "rows": True}
-
-
-@pairs(size=SIZES, flat=FLAT)
+@pairs(size={"5x4": (5, 4), "4x4": (4, 4), "8x4": (8, 4), "2x4": (2, 4), "4x1": (4, 1)}, flat=[False, True])
 def test_the_scale_of_sequence_first_batches(size, flat):
     S, N = size
     for transport in ("project", "recompute"):
@@ -98,9 +88,6 @@ def test_a_layer_that_is_the_whole_model(batch_dim, S, N):
     assert float(state["factor_weight"]) == N
 
 
-# ------------------------------------------------------------------------------------------------------- Tokens as data
-
-
 def batches(*lengths: int | list[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Micro-batches of three sequences of the given lengths; a list has the numbers of real tokens out of 8."""
     found = []
@@ -112,12 +99,9 @@ def batches(*lengths: int | list[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
 
 
 BATCHES = {
-    "equal": batches(4, 4),
-    "short first": batches(4, 12),
-    "long first": batches(12, 4),
-    "mask": batches([2, 2, 4]),
-    "masks": batches([2, 2, 4], [8, 1, 5]),
-}
+    "equal": batches(4, 4), "short first": batches(4, 12), "long first": batches(12, 4),
+    "mask": batches([2, 2, 4]), "masks": batches([2, 2, 4], [8, 1, 5]),
+}  # fmt: skip
 
 
 @each(case=BATCHES.keys(), reduction=["mean", "sum"])
@@ -154,26 +138,17 @@ def test_tokens_as_data_in_cross_attention():
         opt.zero_grad()
         (model(q, kv) - y).square().sum(-1).mean().backward()
         opt.step()
-    W_q, W_k, W_v = model.attention.in_proj_weight.detach().chunk(3)
-
-    def heads(x: Tensor) -> Tensor:
-        return x.unflatten(-1, (2, -1)).transpose(1, 2)
-
-    queries = (q @ W_q.mT).requires_grad_()
-    mixed = F.scaled_dot_product_attention(heads(queries), heads(kv @ W_k.mT), heads(kv @ W_v.mT))
-    mixed = mixed.transpose(1, 2).flatten(2)
-    outputs = (mixed @ model.attention.out_proj.weight.detach().mT).requires_grad_()
-    outputs.retain_grad()
-    queries.retain_grad()
-    (outputs - y).square().sum(-1).mean().backward()
-    for key, a, g in (("in_proj", q, queries.grad), ("out_proj", mixed.detach(), outputs.grad)):
+    tape = Tape()
+    outputs = multihead(tape, "attention", model.attention, q, kv, kv)
+    blocks = {"attention.q": "in_proj", "attention.out": "out_proj"}
+    calls = [(blocks[name], a, z) for name, a, z in tape.calls if name in blocks]
+    gradients = torch.autograd.grad((outputs - y).square().sum(-1).mean(), [z for *_, z in calls])
+    for (key, a, _), g in zip(calls, gradients, strict=True):
         G = N * L * g.reshape(-1, E, 1) * a.reshape(-1, 1, E)
         state = opt.state[opt.blocks[f"attention.{key}"].owner]
         s, Q_A, Q_B = (state[k] if state[k].ndim == 2 else state[k][0] for k in ("scale", "basis_a", "basis_g"))
         assert_close(s, scales(G[:, None], Q_B[None], Q_A[None])[0], 1e-9, key)
 
-
-# ----------------------------------------------------------------------------------------- Rows that all examples share
 
 T = 8
 
@@ -228,9 +203,6 @@ def test_one_row_per_example_is_not_mistaken_for_a_shared_position(N):
         assert seen.nonzero().flatten().tolist() == sorted(set(x[:, i].tolist()))
 
 
-# ----------------------------------------------------------------------------------------------------- Parts of a batch
-
-
 @pytest.mark.parametrize("length", [5, 12, 24])
 def test_whole_examples_are_drawn_in_attention(length):
     """Every example has an axis of its own, so A shows which ones are in it."""
@@ -250,11 +222,9 @@ def test_examples_are_drawn_for_the_scale_of_a_table():
     table = seeded_build(lambda: nn.Embedding(N, 3))
     model, y = nn.Sequential(table), noise(N, 6, 3, seed=4)
     opt = plain_ekfac(model, scale_batch_size=1)
-    train(opt, model, torch.arange(N)[:, None].expand(N, 6), lambda f: (f - y).square().flatten(1).sum(1).mean())
+    train(opt, model, torch.arange(N)[:, None].expand(N, 6), lambda f: read(f - y))
     s = held_scales(opt, table)[0]
-    used = s.sum(0) > 0
-    assert int(used.sum()) == 1
-    chosen = int(used.nonzero())
+    (chosen,) = (s.sum(0) > 0).nonzero().flatten().tolist()
     gradient = 2 * (table.weight.detach()[chosen] - y[chosen]).sum(0)
     Q_B = held_bases(opt, table)[0][0]
     assert_close(s[:, chosen], (Q_B.mT @ gradient).square(), 1e-9)
@@ -264,12 +234,9 @@ def test_examples_are_drawn_for_the_scale_of_a_table():
 def test_the_warning_about_compiled_attention_names_expose():
     model = seeded_build(attention)
     opt = plain_kfac(model, lr=0.01)
-    fast = torch.compile(model, backend="eager")
-    x, y = noise(3, 4, 4), labels(3, 4)
+    fast, x, y = torch.compile(model, backend="eager"), noise(3, 4, 4), labels(3, 4)
     with warned() as caught:
         for _ in range(2):
-            opt.zero_grad()
-            F.cross_entropy(fast(x).mean(1), y).backward()
-            opt.step()
+            train_step(opt, fast, x, y, lambda output, target: F.cross_entropy(output.mean(1), target))
     assert any("secondorder.nn.expose" in w for w in caught)
     assert math.isfinite(float(model.attention.in_proj_weight.detach().sum()))

@@ -23,7 +23,6 @@ from tests.support.warned import warned
 
 # layer "0" has 5 inputs (with the 1) and 7 outputs, layer "2" 8 inputs and 3 outputs
 WIDTHS = (4, 7, 3)
-LIMITS = {"one each": 6, "input of the second": 7, "input and output": 4, "both": 2, "none": 8, "unset": None}
 
 
 def cut(X: Tensor, limit: int | None) -> Tensor:
@@ -32,14 +31,14 @@ def cut(X: Tensor, limit: int | None) -> Tensor:
 
 
 @pairs(
-    limit=LIMITS,
-    approx=["expand", "reduce"],
+    # the input and output of a layer, both, one of each layer, the input of the second, none
+    limit=[4, 2, 6, 7, 8, None], approx=["expand", "reduce"],
     way={
         "eigen": ({"inverse_method": "eigen"}, solve_exact),
         "eigen-pi": ({"inverse_method": "eigen", "damping_split": "pi"}, solve_pi),
         "cholesky": ({"inverse_method": "cholesky"}, solve_pi),
     },
-)
+)  # fmt: skip
 def test_a_wide_factor_is_the_diagonal_of_the_full_one_and_the_direction_solves_with_it(limit, approx, way):
     """Blocks that are completely diagonal add λ to their own entries, whatever the others do."""
     x, y = vectors(d=4)
@@ -77,48 +76,27 @@ def test_every_kind_of_layer(name):
             check_block(opt, block, pair, torch.kron(*pair) if block in case.tables else None)
 
 
-def test_each_group_has_its_own_limit_and_diagonals_are_running_means():
-    full, model = mlp(WIDTHS), mlp(WIDTHS)
-    groups = [
-        {"params": list(model[0].parameters()), "max_factor_dim": 2},
-        {"params": list(model[2].parameters()), "max_factor_dim": None},
-    ]
-    kept = plain_kfac(full, lr=0.0, factor_decay=0.7, max_factor_dim=None)
-    opt = plain_kfac(groups, module=model, lr=0.0, factor_decay=0.7)
-    for seed in range(3):
-        x, y = vectors(d=4, seed=seed)
-        train_step(kept, full, x, y, F.cross_entropy)
-        train_step(opt, model, x, y, F.cross_entropy)
-    for name, limit in (("0", 2), ("2", None)):
-        A, B = (block_state(kept, name)[side] for side in ("factor_a", "factor_g"))
-        check_block(opt, name, (cut(A, limit), cut(B, limit)))
-
-
 @pytest.mark.parametrize("method", ["eigen", "cholesky"])
 def test_a_head_of_fifty_thousand_words_needs_bounded_memory(method):
     words, width = 50_257, 8
     model = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, words))
-    x, y = noise(4, 4, dtype=torch.float32), labels(4, words)
     opt = plain_kfac(model, inverse_method=method)
     with Operators() as seen:
         for _ in range(2):
-            train_step(opt, model, (x,), y, F.cross_entropy)
-    n_a = width + 1
+            train_step(opt, model, noise(4, 4, dtype=torch.float32), labels(4, words), F.cross_entropy)
+    n_a, eigen = width + 1, method == "eigen"
     factors = words + n_a**2
-    second = {"eigen": words + n_a + n_a**2, "cholesky": words + n_a**2}[method]
+    second = words + n_a * eigen + n_a**2
     state = block_state(opt, "2")
     assert state["factor_a"].numel() + state["factor_g"].numel() == factors
     derived = ("basis", "eigenvalues", "inverse")
     assert sum(state[key].numel() for key in state if key.startswith(derived)) == second
     usage, small = opt.memory_usage(), 5**2 + 8**2  # those of the first layer
     assert usage["factors"] == 4 * (factors + small)
-    assert usage["second_order"] == 4 * (second + small + (5 + 8 if method == "eigen" else 0))
+    assert usage["second_order"] == 4 * (second + small + (5 + 8) * eigen)
     assert seen.numel <= 4 * words * n_a  # temporaries as large as the gradient
     assert "diagonal" in row_of(opt, "2.weight")
     assert all(torch.isfinite(p).all() for p in model.parameters())
-
-
-# --------------------------------------------------------- The default avoids refreshes that take many seconds
 
 
 def wide(n: int) -> nn.Sequential:
@@ -169,16 +147,17 @@ def test_many_wide_layers_give_one_warning_and_a_large_vocabulary_gives_none():
 
 def test_the_default_of_a_group_depends_on_its_inverse_method():
     model = wide(3000)
-    groups = [
-        {"params": list(model[0].parameters())},
-        {"params": list(model[1].parameters()), **CHOLESKY},
-    ]
-    for given, found in ((None, [2048, 4096]), (100, [2048, 100]), ("auto", [7, 4096])):
-        if given is not None:
-            groups[1]["max_factor_dim"] = given
-        opt, texts = made(KFAC, groups, module=model, **({"max_factor_dim": 7} if given == "auto" else {}))
+    groups = [{"params": list(model[0].parameters())}, {"params": list(model[1].parameters()), **CHOLESKY}]
+    for given, found in (
+        ({}, [2048, 4096]),
+        ({"max_factor_dim": 100}, [2048, 100]),
+        ({"max_factor_dim": "auto"}, [7, 4096]),
+    ):
+        default = {"max_factor_dim": 7} if "auto" in given.values() else {}
+        opt, texts = made(KFAC, [groups[0], groups[1] | given], module=model, **default)
         assert texts == []
         assert [group["max_factor_dim"] for group in opt.param_groups] == found
+        assert block_state(opt, "1")["factor_g"].ndim == (1 if found[1] < 3000 else 2)
 
 
 @pytest.mark.parametrize("method", [KFAC, EKFAC])
