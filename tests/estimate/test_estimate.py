@@ -7,6 +7,7 @@ import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 
 import secondorder
 from benchmarks.commands.scaling import DecoderLayer
+from secondorder import KFAC, InverseOptions, RefreshOptions
 from secondorder.__main__ import load_target, main, parse_input
 from secondorder.plan.rates import at
 from secondorder.plan.tally import MODEL, Tally
@@ -21,16 +23,10 @@ from secondorder.plan.tally import MODEL, Tally
 ROOT = Path(__file__).resolve().parent.parent.parent
 METHODS = ["KFAC", "EKFAC", "HyLo", "MFAC", "SparseMFAC", "GGT"]
 RATES = secondorder.MachineRates(
-    device="cpu",
-    operator=1e-5,
-    bandwidth=((2**16, 1e10), (2**26, 1e10)),
-    strided=((1, 1e9), (32, 1e10)),
-    scattered=2e9,
-    matmul=((1, 1e10), (512, 1e11)),
-    conv=((4, 1e10), (64, 1e11)),
-    eigh=((16, 1e-5), (512, 1e-2)),
+    device="cpu", operator=1e-5, bandwidth=((2**16, 1e10), (2**26, 1e10)), strided=((1, 1e9), (32, 1e10)),
+    scattered=2e9, matmul=((1, 1e10), (512, 1e11)), conv=((4, 1e10), (64, 1e11)), eigh=((16, 1e-5), (512, 1e-2)),
     cholesky=((16, 1e-5), (512, 1e-3)),
-)
+)  # fmt: skip
 
 
 def decoder(tokens: int, width: int, hidden: int, heads: int, layers: int) -> nn.Module:
@@ -98,12 +94,9 @@ def test_flops_of_a_linear_layer_are_those_counted_by_hand() -> None:
 
 def test_flops_are_those_of_a_step_on_the_cpu() -> None:
     """There are several algorithms for statistics of convolutions, and the estimate must use that of the device."""
-    model, x = (
-        nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 4, 3)),
-        torch.randn(8, 16, 32, 32),
-    )
-    refresh = secondorder.RefreshOptions(warmup=False)
-    build = partial(secondorder.KFAC, factor_update_steps=1, inv_update_steps=50, refresh=refresh)
+    model = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 4, 3))
+    x, refresh = torch.randn(8, 16, 32, 32), RefreshOptions(warmup=False)
+    build = partial(KFAC, factor_update_steps=1, inv_update_steps=50, refresh=refresh)
     flops = secondorder.estimate(model, x, methods={"it": build}, rates=RATES).methods["it"].flops
     tally = Tally()
     with build(model) as optimizer:
@@ -130,10 +123,8 @@ def test_the_model_is_neither_changed_nor_run() -> None:
 
 def test_estimating_llama_with_seven_billion_parameters_needs_no_memory() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    inputs = torch.zeros(1, 128, dtype=torch.int64)
-    found = secondorder.estimate(
-        lambda: (decoder(32000, 4096, 11008, 32, 32), inputs), methods=["kfac"], rates=RATES, device="cpu"
-    )
+    make = lambda: (decoder(32000, 4096, 11008, 32, 32), torch.zeros(1, 128, dtype=torch.int64))  # noqa: E731
+    found = secondorder.estimate(make, methods=["kfac"], rates=RATES, device="cpu")
     assert found.parameters == 6_738_415_616
     kfac = found.methods["KFAC"]
     assert kfac.failure is None
@@ -147,7 +138,7 @@ def test_more_ranks_store_less_and_send_what_plan_counts() -> None:
     estimate = partial(secondorder.estimate, model, inputs, methods=["kfac"], rates=RATES)
     alone, found = estimate().methods["KFAC"], estimate(world_size=4, comm="mem_opt")
     four = found.methods["KFAC"]
-    ranks = secondorder.KFAC(model).plan(world_size=4, comm=secondorder.MemOpt(), batch_size=8).ranks
+    ranks = KFAC(model).plan(world_size=4, comm=secondorder.MemOpt(), batch_size=8).ranks
     assert four.memory["second_order"] == max(rank.stored["second_order"] for rank in ranks)
     assert four.memory["second_order"] < alone.memory["second_order"]
     assert four.sent == max(sum(rank.sent.values()) for rank in ranks)
@@ -156,9 +147,7 @@ def test_more_ranks_store_less_and_send_what_plan_counts() -> None:
 
 
 def test_a_method_that_cannot_train_the_model_reports_the_reason() -> None:
-    def refuse(model: nn.Module) -> torch.optim.Optimizer:
-        raise ValueError("not this one")
-
+    refuse = Mock(side_effect=ValueError("not this one"))
     found = secondorder.estimate(perceptron(), batch_size=4, methods={"mine": refuse}, rates=RATES)
     assert found.methods["mine"].failure == "not this one"
     assert "mine: not this one" in str(found)
@@ -262,3 +251,52 @@ def test_the_command_writes_json_and_reports_errors(capsys: pytest.CaptureFixtur
     sys.modules.setdefault(__name__, sys.modules[perceptron.__module__])
     assert main(["estimate", target, "--input", "4x12", "--json", *given]) == 0
     assert json.loads(capsys.readouterr().out)["batch_size"] == 4
+
+
+def network(width: int = 64) -> nn.Module:
+    return nn.Sequential(nn.Linear(40, width), nn.Tanh(), nn.Linear(width, 3))
+
+
+def estimated(width: int = 64, **keywords: Any) -> Any:
+    methods = {"it": lambda model: KFAC(model, lr=0.01, graft="adamw", **keywords)}
+    return secondorder.estimate(network(width), batch_size=32, methods=methods, rates=RATES).methods["it"]
+
+
+def test_a_device_that_this_machine_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = AssertionError("Torch not compiled with CUDA enabled")  # as torch raises without the device
+    monkeypatch.setattr("secondorder.plan.estimate.measure_rates", Mock(side_effect=error))
+    with pytest.raises(ValueError, match=r"speed of 'cuda' cannot be measured .*device='cpu'"):
+        secondorder.estimate(network(), batch_size=4, methods=["kfac"], device="cuda")
+
+
+def test_estimates_and_plans_count_steps_that_are_not_preconditioned() -> None:
+    every = {"factor_update_steps": 20, "inv_update_steps": 20}
+    full, half = (estimated(**every, refresh=RefreshOptions(precondition_steps=k)).flops for k in (1, 2))
+    assert half["precondition"] == pytest.approx(full["precondition"] / 2)
+    assert half["refresh"] == pytest.approx(full["refresh"])
+    optimizers = (KFAC(network(), graft="adamw", refresh=RefreshOptions(precondition_steps=k)) for k in (1, 2))
+    full, half = (opt.plan(world_size=2, batch_size=8).ranks[0].flops["precondition"] for opt in optimizers)
+    assert half == pytest.approx(full / 2)
+
+
+def test_a_refresh_of_leading_eigenvectors_costs_products() -> None:
+    """A factorization of ``[n, n]`` would be much more expensive than its products with a few vectors."""
+    full = estimated(512, inverse_method="eigen").flops["refresh"]
+    few = estimated(512, inverse_method=InverseOptions(rank=4)).flops["refresh"]
+    assert few < full / 20
+
+
+def test_the_estimate_shows_the_intervals_of_the_budget() -> None:
+    small, large = (estimated(budget=limit) for limit in (1.1, 4.0))
+    assert small.flops["precondition"] < large.flops["precondition"]
+    assert small.slowdown < large.slowdown
+
+
+def test_memory_of_a_preset_with_a_budget_is_exact() -> None:
+    model = network(256)
+    found = secondorder.estimate(model, batch_size=32, methods=["from_adamw"], rates=RATES).methods["from_adamw"]
+    optimizer = secondorder.create("from_adamw", model)
+    model(torch.randn(32, 40)).square().mean().backward()
+    optimizer.step()
+    differing = {key for key, _ in found.memory.items() ^ optimizer.memory_usage().items()}
+    assert differing <= {"workspace", "total"}
