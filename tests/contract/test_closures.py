@@ -2,6 +2,7 @@
 
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -34,12 +35,8 @@ def test_training_by_closure_equals_training_by_hand(method: Method, task: Task)
 
 def test_a_closure_that_raises_changes_nothing(method: Method, mlp: Task) -> None:
     model, optimizer = method.start(mlp)
-
-    def closure() -> torch.Tensor:
-        raise RuntimeError("out of data")
-
     with pytest.raises(RuntimeError, match="out of data"):
-        optimizer.step(closure)
+        optimizer.step(Mock(side_effect=RuntimeError("out of data")))
     assert_identical(values(model), values(mlp.model()))
     train(model, optimizer, mlp, 3)
     assert_identical(values(model), method.trained(mlp, 3))
@@ -102,8 +99,7 @@ def test_load_state_dict_hooks_run_in_order_and_may_complete_a_checkpoint(method
 
     def before(opt: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         assert opt is second
-        assert float(opt.state_dict()["state"][0]["step"]) == 0
-        seen.append("pre")
+        seen.append(float(opt.state_dict()["state"][0]["step"]))
         return {**state_dict, "state": saved["state"]}
 
     def after(opt: Any) -> None:
@@ -113,4 +109,4 @@ def test_load_state_dict_hooks_run_in_order_and_may_complete_a_checkpoint(method
     second.register_load_state_dict_pre_hook(before)
     second.register_load_state_dict_post_hook(after)
     second.load_state_dict({**saved, "state": {}})
-    assert seen == ["pre", "post"]
+    assert seen == [0.0, "post"]

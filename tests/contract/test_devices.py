@@ -24,22 +24,15 @@ aten = torch.ops.aten
 #: Rules that run the same operations as others do.
 OTHERS = {"momentum", "coupled-decay", "nesterov", "legacy-decay", "decay-reg", "betas", "in-the-span"}
 RULES: dict[str, dict[str, Any]] = {
-    **{name: rule for name, rule in contract.RULES.items() if name not in OTHERS},
-    "no-kl-clip": {"kl_clip": None},
-    "decay": {"weight_decay": 0.1, "decoupled_weight_decay": True, "nesterov": True},
-    "loop": {"foreach": False},
-    "batched": {"foreach": True},
-    "switched-off": {"inv_update_steps": 0},
+    **{name: rule for name, rule in contract.RULES.items() if name not in OTHERS}, "no-kl-clip": {"kl_clip": None},
+    "decay": {"weight_decay": 0.1, "decoupled_weight_decay": True, "nesterov": True}, "loop": {"foreach": False},
+    "batched": {"foreach": True}, "switched-off": {"inv_update_steps": 0},
     "switched-off, with rows": {"update_steps": 0},
-    "bias-correction": {"betas": (0.9, 1.0), "bias_correction": True, "sgd_weight": 0.5},
-    "small-eps": {"eps": 1e-8},
-    "small-damping": {"damping": 1e-8},
-    "ways-out": {"skip_biases": True, "skip_norm_layers": True},
-    "long-window": {"window_size": 100},
-    "double-rows": {"window_dtype": torch.float64, "compression": None},
-    "defaults": {"factor_update_steps": 10, "inv_update_steps": 100},
-    "tensor-lr": {"lr": torch.tensor(0.01)},
-}
+    "bias-correction": {"betas": (0.9, 1.0), "bias_correction": True, "sgd_weight": 0.5}, "small-eps": {"eps": 1e-8},
+    "small-damping": {"damping": 1e-8}, "ways-out": {"skip_biases": True, "skip_norm_layers": True},
+    "long-window": {"window_size": 100}, "double-rows": {"window_dtype": torch.float64, "compression": None},
+    "defaults": {"factor_update_steps": 10, "inv_update_steps": 100}, "tensor-lr": {"lr": torch.tensor(0.01)},
+}  # fmt: skip
 
 
 @pytest.fixture(params=[SimulatedDevice, pytest.param(CudaDevice, marks=pytest.mark.gpu)], ids=["simulated", "cuda"])
@@ -96,30 +89,28 @@ def test_a_tensor_lr_on_the_device_stays_there(method: Method, mlp: Task, kind: 
 
 
 FACTORIZATIONS = (
-    aten._linalg_eigh.default,
-    aten.linalg_cholesky_ex.default,
-    aten.linalg_qr.default,
-    aten.linalg_solve_triangular.default,
-    aten._linalg_solve_ex.default,
-)
+    aten._linalg_eigh.default, aten.linalg_cholesky_ex.default, aten.linalg_qr.default,
+    aten.linalg_solve_triangular.default, aten._linalg_solve_ex.default,
+)  # fmt: skip
 ERRORS = {
     "not-implemented": NotImplementedError("The operator is not implemented for this device"),
     "breakdown": RuntimeError("solver error: EXECUTION_FAILED"),
 }
 
 
-@pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
-def test_unsupported_factorizations_run_on_the_cpu(method: Method, error: Exception, mlp: Task) -> None:
-    for variant in method.variants:
-        if variant.keywords.get("overlap"):
-            continue
-        keywords = {**method.eager, **variant.keywords}
-        expected = DeviceRun(partial(method.build, **keywords), mlp).steps(4).parameters()
-        with SimulatedDevice(lacking=dict.fromkeys(FACTORIZATIONS, error)) as device:
-            run = DeviceRun(partial(method.build, **keywords), mlp, device).steps(4)
-            report = run.optimizer.diagnostics()  # type: ignore[attr-defined]
-        torch.testing.assert_close(run.parameters(), expected, rtol=1e-6, atol=1e-7)
-        assert report.get("refresh_failures", 0) == report.get("solve_failures", 0) == 0
+@pytest.mark.cover(error=ERRORS)
+def test_unsupported_factorizations_run_on_the_cpu(
+    method: Method, variant: Variant, error: Exception, mlp: Task
+) -> None:
+    if variant.keywords.get("overlap"):
+        return
+    keywords = {**method.eager, **variant.keywords}
+    expected = DeviceRun(partial(method.build, **keywords), mlp).steps(4).parameters()
+    with SimulatedDevice(lacking=dict.fromkeys(FACTORIZATIONS, error)) as device:
+        run = DeviceRun(partial(method.build, **keywords), mlp, device).steps(4)
+        report = run.optimizer.diagnostics()  # type: ignore[attr-defined]
+    torch.testing.assert_close(run.parameters(), expected, rtol=1e-6, atol=1e-7)
+    assert report.get("refresh_failures", 0) == report.get("solve_failures", 0) == 0
 
 
 def test_unsupported_operators_are_logged_once(

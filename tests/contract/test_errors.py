@@ -50,41 +50,22 @@ REFUSED: dict[str, Refused] = {
         ([0, -3], [1.5, "10"]),
     ),
     **dict.fromkeys(("factor_dtype", "inv_dtype", "window_dtype"), ([torch.float16], ["bfloat16", 32])),
-    "loss_terms": ([0], ["2"]),
-    "refresh_warmup": ([], ["often"]),
-    "lr": ([-0.1, math.nan], ["fast"]),
-    "momentum": ([-0.5], ["0.9"]),
-    "weight_decay": ([-0.01], ["0.1"]),
-    "damping": ([-0.001, 0.0, math.nan], ["small"]),
-    "factor_decay": ([-0.1, 1.5], ["0.95"]),
-    "inv_update_steps": ([-4], [2.5]),
-    "update_steps": ([-4], [2.5, None]),
-    "kl_clip": ([-0.001, 0.0], ["0.001"]),
-    "fallback_lr": ([-0.25], ["0.1"]),
+    **dict.fromkeys(("clip_norm", "clip_value"), ([-1.0, 0.0], ["1"])),
+    "loss_terms": ([0], ["2"]), "refresh_warmup": ([], ["often"]), "lr": ([-0.1, math.nan], ["fast"]),
+    "momentum": ([-0.5], ["0.9"]), "weight_decay": ([-0.01], ["0.1"]),
+    "damping": ([-0.001, 0.0, math.nan], ["small"]), "factor_decay": ([-0.1, 1.5], ["0.95"]),
+    "inv_update_steps": ([-4], [2.5]), "update_steps": ([-4], [2.5, None]), "kl_clip": ([-0.001, 0.0], ["0.001"]),
+    "fallback_lr": ([-0.25], ["0.1"]), "fallback_eps": ([-1e-8], ["tiny"]),
     "fallback_betas": ([(1.0, 0.999), (0.9, -0.5)], [0.9, (0.75,)]),
-    "fallback_eps": ([-1e-8], ["tiny"]),
-    "clip_norm": ([-1.0, 0.0], ["1"]),
-    "clip_value": ([-2.0, 0.0], ["1"]),
-    "skip_layers": ([("nowhere",)], [3]),
-    "batch_dim": ([-1], ["first"]),
-    "batch_input": (["nothing_that_forward_takes"], [2]),
-    "norm_curvature": (["full", None], [1]),
-    "tied": (["both"], [1, True]),
-    "max_factor_dim": ([0, -1], [2.5, "wide", True]),
-    "burnin_steps": ([-1], [1.5]),
+    "skip_layers": ([("nowhere",)], [3]), "batch_dim": ([-1], ["first"]),
+    "batch_input": (["nothing_that_forward_takes"], [2]), "norm_curvature": (["full", None], [1]),
+    "tied": (["both"], [1, True]), "max_factor_dim": ([0, -1], [2.5, "wide", True]), "burnin_steps": ([-1], [1.5]),
     "power": ([0.0, -1.0, 1.5, math.nan, math.inf], ["half"]),
-    "min_damping": ([-1.0], ["small"]),
-    "max_damping": ([0.0, math.nan], [None]),
-    "likelihood": (["poisson"], [3]),
-    "scale_decay": ([1.5], ["0.95"]),
-    "deterministic_seed": ([-1], ["0"]),
-    "rank_fraction": ([0.0, 1.25, math.nan], ["half", None]),
-    "rank_energy": ([0.0, 1.5], ["0.9"]),
-    "betas": ([(1.0, 1.0), (0.5, 1.5), (-0.5, 0.9)], [0.9, (0.9,)]),
-    "eps": ([0.0, -0.25, math.nan], ["small"]),
-    "sgd_weight": ([-0.5, math.inf], ["all"]),
-    "module": ([], ["model"]),
-    "comm": ([], ["ring"]),
+    "min_damping": ([-1.0], ["small"]), "max_damping": ([0.0, math.nan], [None]), "likelihood": (["poisson"], [3]),
+    "scale_decay": ([1.5], ["0.95"]), "deterministic_seed": ([-1], ["0"]),
+    "rank_fraction": ([0.0, 1.25, math.nan], ["half", None]), "rank_energy": ([0.0, 1.5], ["0.9"]),
+    "betas": ([(1.0, 1.0), (0.5, 1.5), (-0.5, 0.9)], [0.9, (0.9,)]), "eps": ([0.0, -0.25, math.nan], ["small"]),
+    "sgd_weight": ([-0.5, math.inf], ["all"]), "module": ([], ["model"]), "comm": ([], ["ring"]),
     "compression": ([], ["topk", 0.01]),
 }  # fmt: skip
 
@@ -122,25 +103,16 @@ def names(method: Method, keyword: str, text: str) -> bool:
     return keyword in text or field is not None and field.name in text
 
 
-def test_every_bad_value_is_named_and_leaves_no_hook(method: Method, mlp: Task) -> None:
+def test_every_bad_value_and_wrong_type_is_named_and_leaves_no_hook(method: Method, mlp: Task) -> None:
     wrong = {}
-    for keyword, value in known(method, BAD):
-        model = mlp.model()
-        kind, text = refusal(lambda: method.build(model, **{keyword: value}))  # noqa: B023
-        hooked = any(map(any, hook_counts(model).values()))
-        if kind is not ValueError or shown(value) not in text or not names(method, keyword, text) or hooked:
-            wrong[keyword, value] = (kind, text)
-    assert not wrong
-
-
-def test_every_wrong_type_is_a_type_error(method: Method, mlp: Task) -> None:
-    wrong = {}
-    for keyword, value in known(method, WRONG_KIND):
-        model = mlp.model()
-        params = model.parameters() if keyword == "module" else model
-        kind, text = refusal(lambda: built(method.cls, params, **{**method.keywords, keyword: value}))  # noqa: B023
-        if kind is not TypeError or not names(method, keyword, text):
-            wrong[keyword, value] = (kind, text)
+    for table, error in ((BAD, ValueError), (WRONG_KIND, TypeError)):
+        for keyword, value in known(method, table):
+            model = mlp.model()
+            params = model.parameters() if keyword == "module" else model
+            kind, text = refusal(lambda: built(method.cls, params, **{**method.keywords, keyword: value}))  # noqa: B023
+            is_named = names(method, keyword, text) and (error is TypeError or shown(value) in text)
+            if kind is not error or not is_named or any(map(any, hook_counts(model).values())):
+                wrong[keyword, value] = (kind, text)
     assert not wrong
 
 
@@ -164,23 +136,21 @@ def test_every_bad_value_in_a_group_is_refused_and_changes_nothing(method: Metho
 
 
 def test_invalid_parameters_are_refused_as_in_torch(method: Method, mlp: Task) -> None:
-    model = mlp.model()
-    cases: list[tuple[Any, type[Exception], str]] = [
-        ([], ValueError, "empty parameter list"),
-        (nn.Sequential(nn.ReLU()).parameters(), ValueError, "no parameters|empty parameter list"),
-        ([model.first.weight * 2], ValueError, "non-leaf"),
-        (["first.weight"], TypeError, "optimizer can only optimize Tensors"),
+    model, empty = mlp.model(), nn.Sequential(nn.ReLU())
+    cases: list[tuple[nn.Module, Any, type[Exception], str]] = [
+        (model, [], ValueError, "empty parameter list"),
+        (model, empty.parameters(), ValueError, "no parameters|empty parameter list"),
+        (model, [model.first.weight * 2], ValueError, "non-leaf"),
+        (model, ["first.weight"], TypeError, "optimizer can only optimize Tensors"),
+        (empty, None, ValueError, "no parameters|empty parameter list"),
+        (nn.Sequential(nn.LazyLinear(2)), None, ValueError, r"'0\.weight' has no shape yet; run a forward pass"),
     ]
-    for params, error, text in cases:
-        with pytest.raises(error, match=text):
-            method.build(model, params)
-    with pytest.raises(ValueError, match="no parameters|empty parameter list"):
-        method.build(nn.Sequential(nn.ReLU()))
-    with pytest.raises(ValueError, match=r"'0\.weight' has no shape yet; run a forward pass"):
-        method.build(nn.Sequential(nn.LazyLinear(2)))
     if method.layerwise:
-        with pytest.raises(NotImplementedError, match=r"cannot hook a scripted module: use torch\.compile"):
-            method.build(torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)))
+        scripted = torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))
+        cases.append((scripted, None, NotImplementedError, r"cannot hook a scripted module: use torch\.compile"))
+    for module, params, error, text in cases:
+        with pytest.raises(error, match=text):
+            method.build(module, params)
     with pytest.raises(TypeError, match="dampening"):
         method.build(model, dampening=0.1)
 

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 from tests.contract.test_schedulers import SCHEDULERS, tick
 from tests.support.methods import Method, Variant
+from tests.support.oracles.layers import row_of
 from tests.support.tasks import TRANSFORMER, Shadow, Task, assert_changed, assert_identical, backward, values
 
 pytestmark = pytest.mark.option("fallback", "fallback_lr")
@@ -125,12 +126,11 @@ def test_norm_layers_are_recognized_by_type_or_by_dimension(method: Method, how:
     params = {"module": None, "named": model.named_parameters()}.get(how, model.parameters())
     extra = {"module": model} if how in ("named", "module=") else {}
     optimizer = method.build(model, params, skip_norm_layers=True, **extra)
-    by_dimension = how == "parameters"
-    expected = {n for n, p in model.named_parameters() if (p.ndim <= 1 if by_dimension else n.startswith("norm."))}
-    before = values(model)
-    side_by_side(model, optimizer, TRANSFORMER, Shadow([model.get_parameter(name) for name in expected], sgd()))
+    named, before = dict(model.named_parameters()), values(model)
+    expected = {n: p for n, p in named.items() if (p.ndim <= 1 if how == "parameters" else n.startswith("norm."))}
+    side_by_side(model, optimizer, TRANSFORMER, Shadow([*expected.values()], sgd()))
     assert_changed(model, before)
-    assert {name for name, p in model.named_parameters() if optimizer.state[p].keys() <= PLAIN} == expected
+    assert {name for name, p in named.items() if optimizer.state[p].keys() <= PLAIN} == expected.keys()
 
 
 @WINDOWED
@@ -215,5 +215,4 @@ def test_the_fallback_has_the_name_of_the_graft(method: Method, mlp: Task, rule:
     optimizer = method.build(mlp.model(), graft=rule, **method.leave_out)
     assert optimizer.param_groups[0]["fallback"] == rule
     for name in method.left_out(mlp.model()):
-        (line,) = [line for line in optimizer.describe().splitlines() if line.startswith(name)]
-        assert f"{rule} fallback" in line
+        assert f"{rule} fallback" in row_of(optimizer, name)

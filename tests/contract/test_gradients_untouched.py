@@ -49,14 +49,13 @@ def test_when_a_step_is_dropped_or_the_method_is_switched_off(method: Method, ml
 def test_gradients_that_are_views_of_one_buffer_stay_views(method: Method, mlp: Task) -> None:
     """As with `gradient_as_bucket_view=True` of DDP."""
     model, optimizer = method.start(mlp)
-    bucket = torch.zeros(sum(p.numel() for p in model.parameters()), dtype=torch.float64)
-    offset = 0
-    for parameter in model.parameters():
-        parameter.grad = bucket[offset : offset + parameter.numel()].view_as(parameter)
-        offset += parameter.numel()
+    parameters = list(model.parameters())
+    bucket = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float64)
+    for parameter, part in zip(parameters, bucket.split([p.numel() for p in parameters]), strict=True):
+        parameter.grad = part.view_as(parameter)
     for step in range(4):
         optimizer.zero_grad(set_to_none=False)
         mlp.loss(model, step).backward()
         optimizer.step()
     base = bucket.untyped_storage().data_ptr()
-    assert all(p.grad.untyped_storage().data_ptr() == base for p in model.parameters())
+    assert all(p.grad.untyped_storage().data_ptr() == base for p in parameters)

@@ -25,19 +25,12 @@ from tests.support.tasks import (
 from tests.support.warned import messages_of
 
 
-def split(model: nn.Module, **second: object) -> list[dict[str, object]]:
-    """Two groups: the first layer, and all other parameters with these options."""
-    first = [p for name, p in model.named_parameters() if name.startswith("first.")]
-    rest = [p for name, p in model.named_parameters() if not name.startswith("first.")]
-    return [{"params": first}, {"params": rest, **second}]
-
-
-def weights_and_biases(model: nn.Module, **second: object) -> list[dict[str, object]]:
-    named = list(model.named_parameters())
-    return [
-        {"params": [p for name, p in named if not name.endswith("bias")]},
-        {"params": [p for name, p in named if name.endswith("bias")], **second},
-    ]
+def split(model: nn.Module, part: str = "first", **second: object) -> list[dict[str, object]]:
+    """Two groups: the parameters with this word in their name, and all others with these options."""
+    groups: list[list[nn.Parameter]] = [[], []]
+    for name, p in model.named_parameters():
+        groups[part not in name].append(p)
+    return [{"params": groups[0]}, {"params": groups[1], **second}]
 
 
 def test_the_way_in_which_parameters_are_passed_does_not_matter(method: Method, task: Task) -> None:
@@ -54,29 +47,27 @@ def test_the_way_in_which_parameters_are_passed_does_not_matter(method: Method, 
 
 
 def test_options_of_a_group_override_the_defaults(method: Method, mlp: Task) -> None:
-    model = mlp.model()
-    optimizer = method.build(model, split(model, lr=0.2, momentum=0.5, weight_decay=0.1))
-    first, second = optimizer.param_groups
-    assert (second["lr"], second["momentum"], second["weight_decay"]) == (0.2, 0.5, 0.1)
+    model, given = mlp.model(), {"lr": 0.2, "momentum": 0.5, "weight_decay": 0.1}
+    first, second = method.build(model, split(model, **given)).param_groups
+    assert {key: second[key] for key in given} == given
     assert (first["lr"], first["momentum"], first["weight_decay"]) == (method.keywords["lr"], 0.9, 0.0)
     assert first.keys() == second.keys()
-    for group in optimizer.param_groups:
-        for key, value in group.items():
-            flat = value if isinstance(value, tuple) else (value,)
-            plain = all(isinstance(item, (bool, int, float, str, type(None))) for item in flat)
-            assert plain or key in {"params", "param_names"}, key
+    for key, value in (*first.items(), *second.items()):
+        flat = value if isinstance(value, tuple) else (value,)
+        plain = all(isinstance(item, (bool, int, float, str, type(None))) for item in flat)
+        assert plain or key in {"params", "param_names"}, key
 
 
 def test_steps_use_lr_momentum_and_maximize_of_the_group(method: Method, mlp: Task) -> None:
     """A layer remains one block even if its weight and bias are in different groups."""
     plain = method.bare_moves(mlp, 3)
     slow = method.bare_moves(mlp, 3, params=partial(split, lr=0.25))
-    parted = method.bare_moves(mlp, 3, params=partial(weights_and_biases, lr=0.5))
+    parted = method.bare_moves(mlp, 3, params=partial(split, part="weight", lr=0.5))
     heavy = method.bare_moves(mlp, 2, params=partial(split, momentum=0.5))
     (upward,) = method.bare_moves(mlp, 1, params=partial(split, maximize=True))
     for one, of_layers, of_biases in zip(plain, slow, parted, strict=True):
         assert_same_moves(of_layers, {n: m if n.startswith("first.") else 0.25 * m for n, m in one.items()})
-        assert_same_moves(of_biases, {n: 0.5 * m if n.endswith("bias") else m for n, m in one.items()})
+        assert_same_moves(of_biases, {n: m if n.endswith("weight") else 0.5 * m for n, m in one.items()})
     one, two, _ = plain
     assert_same_moves(heavy[1], {n: m if n.startswith("first.") else m + 0.5 * one[n] for n, m in two.items()})
     assert_same_moves(upward, {n: m if n.startswith("first.") else -m for n, m in one.items()})
@@ -135,15 +126,13 @@ def test_interval_of_a_group_is_read_at_each_step(method: Method, mlp: Task) -> 
 @pytest.mark.parametrize("why", ["outside all groups", "frozen", "lr=0"])
 def test_parameters_that_are_not_trained_do_not_change(method: Method, mlp: Task, why: str) -> None:
     model = mlp.model()
-    if why == "frozen":
-        model.scale.requires_grad_(False)
-        model.second.requires_grad_(False)
+    for layer in (model.scale, model.second):
+        layer.requires_grad_(why != "frozen")
     params = {"outside all groups": model.first.parameters(), "lr=0": split(model, lr=0.0)}.get(why)
     optimizer, before = method.build(model, params), values(model)
     train(model, optimizer, mlp, 3)
     assert moved_names(model, before) == {"first.weight", "first.bias"}
-    if why == "outside all groups":
-        assert optimizer.state.keys() == set(model.first.parameters())
+    assert why != "outside all groups" or optimizer.state.keys() == set(model.first.parameters())
 
 
 def test_group_added_later_trains_like_one_passed_to_the_constructor(method: Method, mlp: Task) -> None:
@@ -152,8 +141,7 @@ def test_group_added_later_trains_like_one_passed_to_the_constructor(method: Met
     assert [len(group["params"]) for group in late.param_groups] == [2, 3]
     assert late.param_groups[1].keys() == late.param_groups[0].keys()
     train(model, late, mlp, 5)
-    expected = method.trained(mlp, params=partial(split, lr=0.01))
-    assert_all_close(values(model), expected, rtol=1e-12, atol=1e-14)
+    assert_all_close(values(model), method.trained(mlp, params=partial(split, lr=0.01)))
 
 
 def test_group_added_between_steps_gets_blocks_and_trains(method: Method, mlp: Task) -> None:
@@ -163,12 +151,9 @@ def test_group_added_between_steps_gets_blocks_and_trains(method: Method, mlp: T
         before = snapshot(optimizer)["state"]
         optimizer.add_param_group(split(model)[1])
         after = snapshot(optimizer)["state"]
-        for index, state in after.items():
-            if index in before:
-                assert_identical(state, before[index])
-            elif not method.layerwise:
-                rows = [state[key] for key in ("window", "window_val", "tail_val", "window_p") if key in state]
-                assert not any(row.any() for row in rows)
+        assert_identical({index: after.pop(index) for index in before}, before)
+        for key in () if method.layerwise else ("window", "window_val", "tail_val", "window_p"):
+            assert not any(state[key].any() for state in after.values() if key in state)
         start = values(model)
         train(model, optimizer, mlp, 6, start=6)
         assert_changed(model, start)
@@ -230,29 +215,24 @@ def test_options_of_replaced_group_dicts_are_used(method: Method, mlp: Task) -> 
     assert_identical(*results)
 
 
-def replace_parameter(model: nn.Module, optimizer: Any, path: str) -> None:
-    """Replace a parameter in the module and in the groups, as some trainers do."""
-    module, _, name = path.rpartition(".")
-    old = model.get_parameter(path)
-    new = nn.Parameter(old.detach().clone())
-    setattr(model.get_submodule(module), name, new)
+def replace_weight(module: nn.Module, optimizer: Any) -> None:
+    """Replace a weight in the module and in the groups, as some trainers do."""
+    old, module.weight = module.weight, nn.Parameter(module.weight.detach().clone())
     for group in optimizer.param_groups:
-        group["params"][:] = [new if p is old else p for p in group["params"]]
+        group["params"][:] = [module.weight if p is old else p for p in group["params"]]
 
 
 @pytest.mark.parametrize("steps", [0, 3])
 def test_parameters_replaced_in_training_are_named_once(method: Method, mlp: Task, steps: int) -> None:
     """Their curvature and momentum are lost, except before the first step."""
     model, optimizer = method.start(mlp, steps)
-    for path in ("first.weight", "second.weight"):
-        replace_parameter(model, optimizer, path)
+    for layer in (model.first, model.second):
+        replace_weight(layer, optimizer)
     texts = messages_of(lambda: train(model, optimizer, mlp, 3, start=steps))
     texts = [text for text in texts if "other parameters have come" in text]
     assert len(texts) == bool(steps)
     for text in texts:
-        assert f"after {steps} steps" in text
-        assert "first.weight" in text
-        assert "second.weight" in text
+        assert all(part in text for part in (f"after {steps} steps", "first.weight", "second.weight"))
         assert "first.bias" not in text
     assert {id(p) for p in optimizer.state} <= {id(p) for p in model.parameters()}
 
@@ -266,9 +246,8 @@ def test_invalid_keys_of_a_group_are_named(method: Method, mlp: Task) -> None:
     with pytest.warns(UserWarning, match="'weight_decy' .* did you mean 'weight_decay'"):
         method.build(model, split(model, weight_decy=0.1))
     known = {"initial_lr": 0.1, "max_lr": 1.0, "max_momentum": 0.9, "name": "rest", "lr_scale": 1.0}
-    assert not [
-        text for text in messages_of(lambda: method.build(model, split(model, **known))) if "has no effect" in text
-    ]
+    texts = messages_of(lambda: method.build(model, split(model, **known)))
+    assert not [text for text in texts if "has no effect" in text]
 
 
 def test_a_subclass_that_passes_keywords_on_has_the_same_options(method: Method, mlp: Task) -> None:
@@ -284,11 +263,10 @@ def test_a_subclass_that_passes_keywords_on_has_the_same_options(method: Method,
 
 def test_a_parameter_that_is_appended_to_a_group_trains(method: Method, mlp: Task) -> None:
     model, optimizer = method.start(mlp, params=lambda model: split(model)[:1])
-    late = split(model)[1]["params"]
-    optimizer.param_groups[0]["params"].extend(late)
+    before = values(model)
+    optimizer.param_groups[0]["params"].extend(split(model)[1]["params"])
     train(model, optimizer, mlp, 3)
-    expected = mlp.model()
-    assert all(not p.equal(expected.get_parameter(name)) for name, p in model.named_parameters())
+    assert_changed(model, before)
     optimizer.load_state_dict(snapshot(optimizer))
 
 

@@ -4,6 +4,7 @@ Groups and checkpoints contain names only if the user passes them. A layer metho
 outside that module use the fallback. A window method covers every parameter and needs no module.
 """
 
+import itertools
 from typing import Any
 
 import pytest
@@ -34,26 +35,24 @@ def test_names_are_those_of_the_user_or_of_the_module(method: Method, mlp: Task)
 
 
 def test_a_checkpoint_with_names_loads_without_names_and_vice_versa(method: Method, mlp: Task) -> None:
-    kinds = torch.nn.Module.named_parameters, torch.nn.Module.parameters
-    for saved_by in kinds:
-        for loaded_by in kinds:
-            (_, first), (_, second) = method.start(mlp, 3, params=saved_by), method.start(mlp, params=loaded_by)
-            second.load_state_dict(first.state_dict())
-            assert_identical(snapshot(second)["state"], snapshot(first)["state"])
-            if saved_by is loaded_by:
-                assert names_of(second) == names_of(first)
-                assert_identical(second.state_dict(), first.state_dict())
+    for saved_by, loaded_by in itertools.product((nn.Module.named_parameters, nn.Module.parameters), repeat=2):
+        (_, first), (_, second) = method.start(mlp, 3, params=saved_by), method.start(mlp, params=loaded_by)
+        second.load_state_dict(first.state_dict())
+        assert_identical(snapshot(second)["state"], snapshot(first)["state"])
+        if saved_by is loaded_by:
+            assert names_of(second) == names_of(first)
+            assert_identical(second.state_dict(), first.state_dict())
 
 
 @pytest.mark.parametrize("how", ["named", "module"])
 def test_parameters_in_another_order_are_matched_by_name(method: Method, mlp: Task, how: str) -> None:
     """The names are those of the user, or those in the module."""
     model, other = mlp.model(), mlp.model()
-    listed = torch.nn.Module.named_parameters if how == "named" else torch.nn.Module.parameters
+    listed = nn.Module.named_parameters if how == "named" else nn.Module.parameters
     needs_module = how == "module" and not method.layerwise
     optimizer, second = (
-        method.build(net, given, **({"module": net} if needs_module else {}))
-        for net, given in ((model, list(listed(model))), (other, list(listed(other))[::-1]))
+        method.build(net, list(listed(net))[::order], **({"module": net} if needs_module else {}))
+        for net, order in ((model, 1), (other, -1))
     )
     train(model, optimizer, mlp, 5)
     other.load_state_dict(model.state_dict())
@@ -98,12 +97,9 @@ def named(params: list[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
     return [(str(i), p) for i, p in enumerate(params)]
 
 
-WRAPS = (iter, list, groups_of, named)
-
-
 @LAYERWISE
 def test_a_missing_module_is_an_error_with_the_keyword(method: Method) -> None:
-    for wrap in WRAPS:
+    for wrap in (iter, list, groups_of, named):
         with pytest.raises(ValueError, match=r"module="):
             method.cls(wrap(parameters()))
 

@@ -2,7 +2,6 @@
 
 import copy
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,17 +19,14 @@ BY_STEP = "amplification"  # has an entry for each of the last ten steps, includ
 
 def kept(method: Method, optimizer: Any) -> list[dict[str, Any]]:
     """The state that a dropped step must not change; for layer methods, this excludes the results of refreshes."""
-    keys = [
-        {*KEPT, "step", "refreshes"} if method.layerwise else state.keys() - COUNTED
-        for state in optimizer.state.values()
-    ]
-    states = zip(optimizer.state.values(), keys, strict=True)
-    return [{key: copy.deepcopy(state[key]) for key in sorted(own & state.keys())} for state, own in states]
+    found = []
+    for state in optimizer.state.values():
+        keys = {*KEPT, "step", "refreshes"} & state.keys() if method.layerwise else state.keys() - COUNTED
+        found.append({key: copy.deepcopy(state[key]) for key in sorted(keys)})
+    return found
 
 
-def dropped(
-    method: Method, model: nn.Module, optimizer: Any, task: Task, step: int, spoil: Callable[[], object]
-) -> None:
+def dropped(method: Method, model: nn.Module, optimizer: Any, task: Task, step: int, spoil: Any) -> None:
     """Take a step whose gradients `spoil` changes, and check that it is dropped and counted."""
     parameters, state = values(model), kept(method, optimizer)
     skipped = optimizer.diagnostics()["skipped_steps"]
@@ -89,17 +85,17 @@ def after_a_bad_first_batch(method: Method, task: Task, **keywords: Any) -> Any:
 def test_bad_first_batch_leaves_a_new_optimizer(method: Method, variant: Variant, mlp: Task) -> None:
     """With longer intervals, the step uses the gradient until there is an estimate: neither ∇ / λ nor zero."""
     keywords = {**variant.keywords, **method.eager, **(method.every(1) if method.layerwise else {})}
-    model, optimizer = after_a_bad_first_batch(method, mlp, **keywords)
-    fresh, new = method.start(mlp, **keywords)
-    for pair in ((model, optimizer), (fresh, new)):
+    pairs = after_a_bad_first_batch(method, mlp, **keywords), method.start(mlp, **keywords)
+    for pair in pairs:
         train(*pair, mlp, 3, start=1)
-    assert_identical(values(model), values(fresh))
+    assert_identical(*(values(model) for model, _ in pairs))
 
     bare = method.bare(**variant.keywords)
-    model, optimizer = after_a_bad_first_batch(method, mlp, **bare)
-    (fresh, new), start = method.start(mlp, **bare), values(model)
-    for pair in ((model, optimizer), (fresh, new)):
+    pairs = after_a_bad_first_batch(method, mlp, **bare), method.start(mlp, **bare)
+    start = values(mlp.model())
+    for pair in pairs:
         train(*pair, mlp, 1, start=1)
+    (model, _), (fresh, _) = pairs
     for name, value in values(model).items():
         allowed = [-model.get_parameter(name).grad, values(fresh)[name] - start[name]]
         assert any(torch.allclose(value - start[name], move, rtol=1e-9, atol=1e-13) for move in allowed), name

@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -76,33 +75,17 @@ def test_every_scheduler_sets_what_it_sets_for_sgd(method: Method, mlp: Task) ->
         assert_changed(model, before)
 
 
-def test_step_uses_the_scheduled_lr(method: Method, mlp: Task) -> None:
-    model, scheduled = method.start(mlp, **method.bare())
-    scheduler = lr_scheduler.StepLR(scheduled, 1, 0.5)
-    pairs = zip(method.bare_moves(mlp, 4), displacements(model, scheduled, mlp, 4, scheduler.step), strict=True)
-    for step, (full, halved) in enumerate(pairs):
-        assert_same_moves(halved, {name: value * 0.5**step for name, value in full.items()})
-
-
-def test_step_uses_the_scheduled_momentum(method: Method, mlp: Task) -> None:
+def test_steps_use_the_scheduled_lr_and_momentum(method: Method, mlp: Task) -> None:
     def cycle(optimizer: Any) -> None:
         optimizer.param_groups[0]["momentum"] = 0.25
 
-    one, two = method.bare_moves(mlp, 2)
+    model, scheduled = method.start(mlp, **method.bare())
+    scheduler, plain = lr_scheduler.StepLR(scheduled, 1, 0.5), method.bare_moves(mlp, 4)
+    pairs = zip(plain, displacements(model, scheduled, mlp, 4, scheduler.step), strict=True)
+    for step, (full, halved) in enumerate(pairs):
+        assert_same_moves(halved, {name: value * 0.5**step for name, value in full.items()})
     _, moved = method.bare_moves(mlp, 2, momentum=0.9, between=cycle)
-    assert_same_moves(moved, {name: two[name] + 0.25 * one[name] for name in one})
-
-
-def test_step_wrapped_on_the_instance_is_the_one_that_runs(method: Method, mlp: Task) -> None:
-    """Schedulers, trainers and Accelerate replace `step` on the instance."""
-    model, optimizer = method.start(mlp)
-    lr_scheduler.ExponentialLR(optimizer, 0.9)
-    lr_scheduler.ExponentialLR(optimizer, 0.9)
-    optimizer.step = Mock(wraps=optimizer.step)
-    before = values(model)
-    train(model, optimizer, mlp, 2)
-    assert optimizer.step.call_count == 2
-    assert_changed(model, before)
+    assert_same_moves(moved, {name: plain[1][name] + 0.25 * plain[0][name] for name in moved})
 
 
 @pytest.mark.parametrize("schedule", ["OneCycleLR", "StepLR"])

@@ -13,17 +13,19 @@ from tests.support.tasks import Task
 
 #: Defaults of options, of which a method may have a part: tuning changes numbers, but not the meaning of defaults.
 CHOICES: dict[str, typing.Any] = {
-    **dict.fromkeys(("lr", "clip_norm", "clip_value", "fallback", "module", "comm", "grad_scaler", "foreach")),
-    **dict.fromkeys(("compression", "window_dtype", "sgd_weight", "batch_input", "factor_batch_size")),
-    **dict.fromkeys(("factor_positions", "likelihood", "scale_decay", "scale_batch_size")),
-    **dict.fromkeys(("nesterov", "decoupled_weight_decay", "maximize", "bias_correction", "skip_norm_layers"), False),
-    **dict.fromkeys(("skip_biases", "decay_per_step", "weight_decay_in_curvature", "adaptive_damping"), False),
-    **dict.fromkeys(("include_damping_in_model", "reject_steps", "quadratic_model", "calibrate_damping"), False),
-    **dict.fromkeys(("token_is_example",), False),
+    **dict.fromkeys((
+        "lr", "clip_norm", "clip_value", "fallback", "module", "comm", "grad_scaler", "foreach", "compression",
+        "window_dtype", "sgd_weight", "batch_input", "factor_batch_size", "factor_positions", "likelihood",
+        "scale_decay", "scale_batch_size", "damping", "damping_mode",
+    )),
+    **dict.fromkeys((
+        "nesterov", "decoupled_weight_decay", "maximize", "bias_correction", "skip_norm_layers", "skip_biases",
+        "decay_per_step", "weight_decay_in_curvature", "adaptive_damping", "include_damping_in_model", "reject_steps",
+        "quadratic_model", "calibrate_damping", "token_is_example",
+    ), False),
     "inner": "sgd", "loss_reduction": "mean", "loss_terms": 1, "weight_decay": 0.0, "scale": "count",
     "partition": "global", "solver": "auto", "momentum_mode": "heavy_ball", "weight_decay_mode": "standard",
     "betas": (0.9, 0.999), "deterministic_seed": 0, "checkpoint_curvature": "all", "graft": "auto",
-    "damping": None, "damping_mode": None,
 }  # fmt: skip
 LAYERWISE_CHOICES = {
     "fisher": "empirical", "fisher_samples": 1, "approx": "expand", "power": 1.0, "norm_curvature": "unit",

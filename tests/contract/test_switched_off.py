@@ -1,5 +1,6 @@
 """With an interval of 0, preconditioning is switched off, and steps are bitwise equal to those of `torch.optim`."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,18 +10,16 @@ from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from tests.support.methods import Method
-from tests.support.tasks import Task, assert_identical, assert_same_moves, covered_layers, snapshot, train, values
+from tests.support.tasks import Task, assert_identical, assert_same_moves, snapshot, train, values
 
 pytestmark = pytest.mark.option("skip_layers")
 
 SGD_OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {"momentum": 0.0},
-    "momentum": {"momentum": 0.9},
-    "weight-decay": {"momentum": 0.9, "weight_decay": 0.1},
+    "plain": {"momentum": 0.0}, "momentum": {"momentum": 0.9}, "weight-decay": {"momentum": 0.9, "weight_decay": 0.1},
     "plain-weight-decay": {"momentum": 0.0, "weight_decay": 0.1},
     "nesterov": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
     "maximize": {"momentum": 0.9, "maximize": True, "weight_decay": 0.01},
-}
+}  # fmt: skip
 ADAMW_RULES: dict[str, dict[str, Any]] = {
     "inner": {"inner": "adamw", "fallback": "adamw", "fallback_lr": 0.01},
     "graft": {"graft": "adamw"},
@@ -70,33 +69,32 @@ def test_kl_clip_and_grafting_do_not_touch_it(method: Method, mlp: Task) -> None
 
 def test_nothing_is_captured(method: Method, mlp: Task) -> None:
     model, optimizer = method.start(mlp, **method.every(0))
-    fresh = snapshot(optimizer)
+    fresh = snapshot(optimizer)["state"]
     train(model, optimizer, mlp, 5)
-    for now, then in zip(optimizer.state_dict()["state"].values(), fresh["state"].values(), strict=True):
+    for index, now in optimizer.state_dict()["state"].items():
         for key in now.keys() - {"step", "momentum_buffer", "global_step"}:
-            assert_identical(now[key], then[key])
+            assert_identical(now[key], fresh[index][key])
 
 
 def test_turned_on_later_it_starts_like_a_new_optimizer(method: Method, mlp: Task) -> None:
     """This holds at any step, not only at multiples of the intervals, and uses statistics of the same step."""
-    model, optimizer = method.start(mlp, 3, **method.bare(lr=0.05, **method.every(0, capture=10)))
+    bare = method.bare(lr=0.05, **method.every(0, capture=10))
+    model, optimizer = method.start(mlp, 3, **bare)
     optimizer.param_groups[0][method.refresh_keyword] = 20
-    fresh, later = method.start(mlp, **method.bare(lr=0.05, **method.every(20, capture=10)))
+    fresh, later = method.start(mlp, **bare | method.every(20, capture=10))
     fresh.load_state_dict(model.state_dict())
-    train(model, optimizer, mlp, 1, start=3)
-    train(fresh, later, mlp, 1, start=3)
+    for pair in ((model, optimizer), (fresh, later)):
+        train(*pair, mlp, 1, start=3)
     assert_identical(values(model), values(fresh))
-    assert all(optimizer.state[model.get_parameter(n[0])]["refreshes"] == 1 for n in covered_layers(model).values())
+    assert {optimizer.state[block.owner]["refreshes"] for block in optimizer.blocks.values()} == {1}
 
 
 def test_turned_off_later_it_is_sgd_again(method: Method, mlp: Task) -> None:
     model, optimizer = method.start(mlp, 3, momentum=0.0, lr=0.05)
     optimizer.param_groups[0][method.refresh_keyword] = 0
-    twin = mlp.model()
-    twin.load_state_dict(model.state_dict())
-    curvature = optimizer.state[model.first.weight][method.landmark].clone()
-    train(model, optimizer, mlp, 4, start=3)
-    train(twin, SGD(twin.parameters(), 0.05), mlp, 4, start=3)
+    twin, curvature = copy.deepcopy(model), optimizer.state[model.first.weight][method.landmark].clone()
+    for pair in ((model, optimizer), (twin, SGD(twin.parameters(), 0.05))):
+        train(*pair, mlp, 4, start=3)
     assert_identical(values(model), values(twin))
     assert_identical(optimizer.state[model.first.weight][method.landmark], curvature)
 

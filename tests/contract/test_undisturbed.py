@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from secondorder.diagnostics import quantify_preconditioning
 from tests.support.checkpoints import COPIERS, Pair, assert_same_run
 from tests.support.methods import Method, Variant
-from tests.support.tasks import MLP, train, values
+from tests.support.tasks import MLP, backward, train, values
 
 Act = Callable[[nn.Module, Any, int], object]  # called with the model, its optimizer and the number of the step
 Prepare = Callable[[nn.Module, Any], Act]
@@ -35,7 +35,7 @@ def always(act: Act) -> Prepare:
 def average(**kind: Any) -> Prepare:
     def prepare(model: nn.Module, optimizer: Any) -> Act:
         averaged = AveragedModel(model, **kind)
-        return lambda model, optimizer, step: averaged.update_parameters(model)
+        return lambda model, *_: averaged.update_parameters(model)
 
     return prepare
 
@@ -202,8 +202,7 @@ def test_steps_may_run_in_inference_mode(method: Method) -> None:
     pairs = [method.start(MLP) for _ in range(2)]
     for step in range(STEPS):
         for (model, optimizer), context in zip(pairs, (nullcontext, torch.inference_mode), strict=True):
-            optimizer.zero_grad()
-            MLP.loss(model, step).backward()
+            backward(model, optimizer, MLP, step)
             with context():
                 optimizer.step()
     assert_same_run(*pairs)

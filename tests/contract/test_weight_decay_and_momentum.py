@@ -53,19 +53,17 @@ def test_momentum_nesterov_and_maximize_with_decay(method: Method, mlp: Task, de
 
     `test_equal_options.py` tests the sign of `maximize`.
     """
-    start = values(mlp.model())
     options = {"weight_decay": DECAY, "decoupled_weight_decay": decoupled}
     one, two = moves(method, mlp, 2) if decoupled else decayed(method, mlp, 2)
-    outside = {name: (LR * DECAY if decoupled else 0.0) * value for name, value in start.items()}
-    heavy = {name: two[name] + 0.5 * one[name] for name in start}
+    outside = {name: LR * DECAY * decoupled * value for name, value in values(mlp.model()).items()}
+    heavy = {name: two[name] + 0.5 * one[name] for name in one}
     _, moved = moves(method, mlp, 2, momentum=0.5, **options)
-    assert_same_moves(moved, {name: heavy[name] - outside[name] for name in start})
+    assert_same_moves(moved, {name: heavy[name] - outside[name] for name in one})
     _, moved = moves(method, mlp, 2, momentum=0.5, nesterov=True, **options)
-    assert_same_moves(moved, {name: two[name] + 0.5 * heavy[name] - outside[name] for name in start})
-
-    (expected,) = decayed(method, mlp, 1, decoupled, maximize=True)
-    (moved,) = moves(method, mlp, 1, maximize=True, **options)
-    assert_same_moves(moved, expected)
+    assert_same_moves(moved, {name: two[name] + 0.5 * heavy[name] - outside[name] for name in one})
+    assert_same_moves(
+        *moves(method, mlp, 1, maximize=True, **options), *decayed(method, mlp, 1, decoupled, maximize=True)
+    )
 
 
 def test_decay_is_read_at_each_step(method: Method, mlp: Task) -> None:
