@@ -61,12 +61,11 @@ def test_rows_of_many_examples_come_in_chunks_and_drawn_rows_belong_together():
 
 
 def test_rows_that_do_not_split_into_examples_are_refused_with_the_shape():
-    for adapter in (
-        LayerNormAdapter(nn.LayerNorm(3), True, True),
-        BatchNormAdapter(nn.BatchNorm1d(3), True, True),
-        EmbeddingAdapter(nn.Embedding(9, 3), True),
+    for adapter, x in (
+        (LayerNormAdapter(nn.LayerNorm(3), True, True), torch.ones(5, 3)),
+        (BatchNormAdapter(nn.BatchNorm1d(3), True, True), torch.ones(5, 3)),
+        (EmbeddingAdapter(nn.Embedding(9, 3), True), torch.ones(5, dtype=torch.int64)),
     ):
-        x = torch.ones(5, 3) if adapter.constant_input else torch.ones(5, dtype=torch.int64)
         with pytest.raises(ValueError, match=r"\(5, \d\) do not split into the 4 examples"):
             adapter.output_sums(torch.ones(5, 3), x, 4)
 
@@ -207,8 +206,7 @@ def test_sums_over_windows_of_an_image_with_a_bright_border(kernel: int) -> None
     x = torch.randn(3, 2, 9, 8)
     x[..., 0], x[..., -1, :] = 1e4, 1e4
     found, count = adapter.input_sums(x, 3)
-    patches = nn.functional.unfold(x.double(), kernel, padding=kernel // 2)
-    wanted = patches.sum(-1)
+    wanted = F.unfold(x.double(), kernel, padding=kernel // 2).sum(-1)
     assert count == 72
     small = wanted.abs() < 1e3
     assert small.any()

@@ -10,6 +10,7 @@ import pickle
 import threading
 import weakref
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -152,10 +153,11 @@ def test_outputs_and_gradients_are_torchs(options, kind):
         assert any(calls)
 
 
-def rows(call: list[Tensor]) -> tuple[Tensor, Tensor]:
-    x, g = call
+def assert_product(calls: list[list[Tensor]], gradient: Tensor) -> None:
+    """The gradient of a weight is that of the rows of the only call."""
+    ((x, g),) = calls
     assert x.shape[:-1] == g.shape[:-1]
-    return x.flatten(0, -2), g.flatten(0, -2)
+    torch.testing.assert_close(g.flatten(0, -2).T @ x.flatten(0, -2), gradient, rtol=1e-12, atol=1e-12)
 
 
 def watched_and_plain(**options) -> tuple[nn.MultiheadAttention, nn.MultiheadAttention, list[list[Tensor]]]:
@@ -178,13 +180,14 @@ def test_other_precisions_autocast_and_batches_of_zero_and_one():
         assert_same_bits(outcome(seen, tensors), outcome(plain, tensors))
 
 
-def refuse(*args):
-    raise AssertionError("a copy of the model copies the optimizer")
-
-
 class Uncopyable:
-    __call__ = bool
-    __deepcopy__ = __reduce__ = refuse
+    def __call__(self):
+        return True
+
+    def __deepcopy__(self, memo):
+        raise AssertionError("a copy of the model copies the optimizer")
+
+    __reduce__ = __deepcopy__
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
@@ -221,22 +224,20 @@ def test_eval_keeps_the_fast_path():
 
 
 def test_taps_are_consulted_only_in_training_with_gradients():
-    module = attention()
-    asked = []
-    watched = watch(module, lambda: bool(asked.append(1)) or len(asked) > 1)
-    passed = []
-    watched.projections.out.register_forward_hook(lambda *_: passed.append(1))
-    x = inputs("self", module)
+    module, x = attention(), inputs("self", attention())
+    wanted, passed = Mock(side_effect=itertools.chain([False], itertools.repeat(True))), Mock(return_value=None)
+    watched = watch(module, wanted)
+    watched.projections.out.register_forward_hook(passed)
     with torch.no_grad():
         module(*x)
     module.eval()(*x)
-    assert (asked, passed) == ([], [])
+    assert (wanted.call_count, passed.call_count) == (0, 0)
     module.train()(*x)
-    assert (asked, passed) == ([1], [])
+    assert (wanted.call_count, passed.call_count) == (1, 0)
     watched.projections.eval()
     module(*x)
-    assert asked.count(1) >= 2
-    assert passed == [1]
+    assert wanted.call_count >= 2
+    assert passed.call_count == 1
     assert watched.projections.out.training
 
 
@@ -274,11 +275,10 @@ def test_attention_inside_of_attention(watched):
     outer.inner = inner
     plain, modules = copy.deepcopy(outer), {"outer": outer, "inner": inner}
     calls = {name: tap(watch(m).projections.packed) for name, m in modules.items() if watched in (name, "both")}
-    x = noise(L, N, E)
-    assert_same_bits(outcome(outer, [x] * 3), outcome(plain, [x] * 3))
-    for name, (call,) in calls.items():
-        a, g = rows(call)
-        torch.testing.assert_close(g.T @ a, modules[name].in_proj_weight.grad, rtol=1e-12, atol=1e-12)
+    tensors = [noise(L, N, E)] * 3
+    assert_same_bits(outcome(outer, tensors), outcome(plain, tensors))
+    for name, found in calls.items():
+        assert_product(found, modules[name].in_proj_weight.grad)
 
 
 class Static(nn.MultiheadAttention):
@@ -324,9 +324,7 @@ def test_activation_checkpointing_and_functional_calls(call):
         out.square().sum().backward()
         results.append([out, x.grad, *(p.grad for p in trained.values())])
     assert_same_bits(results[1], results[0])
-    (found,) = [c for c in calls if len(c) == 2]
-    a, g = rows(found)
-    torch.testing.assert_close(g.T @ a, trained["in_proj_weight"].grad, rtol=1e-12, atol=1e-12)
+    assert_product([c for c in calls if len(c) == 2], trained["in_proj_weight"].grad)
 
 
 def test_one_module_in_two_threads():
@@ -340,7 +338,7 @@ def test_one_module_in_two_threads():
             leave.wait(10)
 
     module.register_forward_pre_hook(slow)
-    thread = threading.Thread(target=lambda: module(*inputs("self", module)))
+    thread = threading.Thread(target=module, args=inputs("self", module))
     thread.start()
     inside.wait(10)
     module(*inputs("self", module))

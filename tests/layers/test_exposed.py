@@ -27,13 +27,13 @@ from tests.support.models import Net
 from tests.support.warned import silent
 
 D, H, T, N = 3, 4, 5, 3
-LAYERS = {"LSTM": nn.LSTM, "GRU": nn.GRU, "RNN": nn.RNN}
-CELLS = {"LSTMCell": nn.LSTMCell, "GRUCell": nn.GRUCell, "RNNCell": nn.RNNCell}
+LAYERS, CELLS = ("LSTM", "GRU", "RNN"), ("LSTMCell", "GRUCell", "RNNCell")
+KINDS = {**dict.fromkeys([*LAYERS, *CELLS], (D, H)), "MultiheadAttention": (6, 2)}
 
 
 def build(kind: str, *sizes: int, **options) -> nn.Module:
     torch.manual_seed(1)
-    return getattr(nn, kind)(*(sizes or (D, H)), **options).double()
+    return getattr(nn, kind)(*(sizes or KINDS[kind]), **options).double()
 
 
 class Tap(list):
@@ -101,7 +101,7 @@ LENGTHS = {"packed": [5, 2, 2], "unsorted": [2, 4, 1], "alone": [3]}  # of packe
 
 
 @pairs(
-    lambda kind, form, batch_first, **_: not (form == "sequence" and batch_first), kind=LAYERS.keys(),
+    lambda kind, form, batch_first, **_: not (form == "sequence" and batch_first), kind=LAYERS,
     form=["batch", "sequence", "packed", "unsorted", "alone"], states_given=[False, True], num_layers=[1, 2],
     bidirectional=[False, True], batch_first=[False, True], bias=[False, True], own=[False, True],
 )  # fmt: skip
@@ -125,7 +125,7 @@ def test_layers_give_torchs_results(kind, form, states_given, num_layers, bidire
 
 
 @pairs(
-    lambda kind, options, **_: "nonlinearity" not in options or kind == "RNNCell", kind=CELLS.keys(),
+    lambda kind, options, **_: "nonlinearity" not in options or kind == "RNNCell", kind=CELLS,
     options={"": {}, "no-bias": {"bias": False}, "relu": {"nonlinearity": "relu"}},
     batch={"batch": (N,), "one": (), "none": (0,)}, states_given=[False, True],
 )  # fmt: skip
@@ -135,7 +135,7 @@ def test_cells_give_torchs_results(kind, options, batch, states_given):
     assert_equal(*(outcome(m, [noise(*batch, D)], given, kind) for m in (seen, plain)))
 
 
-@each(kind=LAYERS.keys(), packed=[False, True])
+@each(kind=LAYERS, packed=[False, True])
 def test_dropout_between_layers_draws_the_same_numbers(kind, packed):
     plain, seen = pair(kind, num_layers=3, dropout=0.4, bidirectional=True)
     inputs = [noise(T, D, seed=i) for i in range(N)]
@@ -153,7 +153,7 @@ def test_dropout_between_layers_draws_the_same_numbers(kind, packed):
 
 
 @pairs(
-    lambda kind, options, **_: "proj_size" not in options or kind == "LSTM", kind=LAYERS.keys(),
+    lambda kind, options, **_: "proj_size" not in options or kind == "LSTM", kind=LAYERS,
     dtypes={
         "bfloat16": (torch.float32, torch.bfloat16), "float16": (torch.float32, torch.float16),
         "bfloat16-all": (torch.bfloat16, torch.bfloat16),
@@ -240,9 +240,6 @@ def test_the_kernel_runs_when_no_tap_is_waiting(kind):
     assert counts == [1, 1, 1, 1]
 
 
-KINDS = {**dict.fromkeys([*LAYERS, *CELLS], (D, H)), "MultiheadAttention": (6, 2)}
-
-
 def arguments(kind: str) -> list[Tensor]:
     return [noise(N, D)] if kind in CELLS else [noise(T, N, D)] if kind in LAYERS else [noise(T, N, 6)] * 3
 
@@ -250,7 +247,7 @@ def arguments(kind: str) -> list[Tensor]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_copies_and_functional_calls(kind):
     """States load both ways, a copy has its own projections, and a functional call uses the given weights."""
-    plain, back, expected = (build(kind, *KINDS[kind]) for _ in range(3))
+    plain, back, expected = (build(kind) for _ in range(3))
     seen, x = getattr(secondorder.nn, kind)(*KINDS[kind]).double(), arguments(kind)
     assert list(seen.state_dict()) == list(plain.state_dict())
     seen.load_state_dict(plain.state_dict())
@@ -371,11 +368,11 @@ def test_flattened_weights_do_no_harm_and_one_parametrized_later_is_not_computed
     seen.flatten_parameters()
     for module in (seen, plain):
         module.float().double()
-    seen.load_state_dict({n: 2 * p for n, p in plain.state_dict().items()}, assign=True)
-    plain.load_state_dict({n: 2 * p for n, p in plain.state_dict().items()})
+    doubled = {n: 2 * p for n, p in plain.state_dict().items()}
+    seen.load_state_dict(doubled, assign=True)
+    plain.load_state_dict(doubled)
     assert_equal(outcome(seen, [noise(T, N, D)]), outcome(plain, [noise(T, N, D)]))
-    with torch.no_grad():
-        plain.weight_hh_l0.mul_(2)
+    plain.weight_hh_l0.data.mul_(2)
     torch.nn.utils.parametrize.register_parametrization(seen, "weight_hh_l0", Double())
     counts = []
     for steps in (1, T):
@@ -389,7 +386,7 @@ def test_flattened_weights_do_no_harm_and_one_parametrized_later_is_not_computed
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("kind", ["RNN", "GRUCell", "MultiheadAttention"])
 def test_compiled(kind):
-    plain, x = build(kind, *KINDS[kind]), arguments(kind)
+    plain, x = build(kind), arguments(kind)
     seen = torch.compile(expose(copy.deepcopy(plain)), backend="aot_eager")
     assert_equal(flat(seen(*x)), flat(plain(*x)))
     breaks = sum(torch._dynamo.utils.counters["graph_break"].values())

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from secondorder import EKFAC, KFAC, HyLo
 from tests.support.kfac import assert_close, labels, noise, plain_kfac, train_step
-from tests.support.models import seeded_build
+from tests.support.models import Net, seeded_build
 from tests.support.oracles.layers import follows_fallback
 from tests.support.warned import silent
 
@@ -90,18 +90,13 @@ NORMS = {
 }
 
 
-class Model(nn.Module):
-    def __init__(self, norm: nn.Module, size: int) -> None:
-        super().__init__()
-        self.body, self.norm, self.head = nn.Linear(3, size), norm, nn.Linear(size, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.norm(self.body(x)))).mean(1)
+def forward(net: Net, x: Tensor) -> Tensor:
+    return net.head(torch.tanh(net.norm(net.body(x)))).mean(1)
 
 
-def built(make, size: int = WIDTH) -> Model:
-    def build() -> Model:
-        model = Model(make(size), size)
+def built(make, size: int = WIDTH) -> Net:
+    def build() -> Net:
+        model = Net(forward, body=nn.Linear(3, size), norm=make(size), head=nn.Linear(size, 4))
         for p in model.norm.parameters():
             nn.init.uniform_(p, -0.5, 1.5)  # near 0, an output does not determine its x̂
         return model
@@ -117,18 +112,15 @@ def test_the_block_is_the_second_moment_of_each_unit(case):
         opt = plain_kfac(model, lr=0.0)
     assert list(opt.blocks) == ["body", "norm", "head"]
     params = [getattr(model.norm, name) for name in names]
-    examples = [torch.autograd.grad(F.cross_entropy(model(x[n : n + 1]), y[n : n + 1]), params) for n in range(N)]
-    u = torch.stack([torch.stack(grads, -1) for grads in examples])  # [N, units, k]
+    losses = (F.cross_entropy(model(a), b) for a, b in zip(x.split(1), y.split(1), strict=True))
+    u = torch.stack([torch.stack(torch.autograd.grad(loss, params), -1) for loss in losses])  # [N, units, k]
     train_step(opt, model, x, y, F.cross_entropy)
     assert_close(opt.state[params[0]]["factor_g"], torch.einsum("nci,ncj->cij", u, u) / N, 1e-5)
 
 
 def test_the_argument_may_be_given_by_name():
-    class Named(Model):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.norm(hidden_states=self.body(x))).mean(1)
-
-    model = Named(LlamaNorm(8), 8).double()
+    layers = {"body": nn.Linear(3, 8), "norm": LlamaNorm(8), "head": nn.Linear(8, 4)}
+    model = Net(lambda net, x: net.head(net.norm(hidden_states=net.body(x))).mean(1), **layers).double()
     opt = plain_kfac(model, lr=0.0)
     train_step(opt, model, noise(N, S, 3), labels(N, 4), F.cross_entropy)
     assert opt.state[model.norm.weight]["factor_g"].abs().sum() > 0

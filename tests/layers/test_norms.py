@@ -38,19 +38,15 @@ def normalized(layer: nn.Module, x: Tensor) -> Tensor:
 def second_moments(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """E[u uᵀ] of every unit, ``[C, k, k]``; u holds scale before shift, as far as they are trained."""
     model = twin(model)
-    z = model.before(x)
+    norm, z = model.norm, model.before(x)
     hats = [normalized(layer, z) for layer in model.layers()]
-
-    def shaped(parameter: Tensor | None) -> Tensor | float:
-        if parameter is None or isinstance(model.norm, (nn.LayerNorm, nn.RMSNorm)):
-            return 0.0 if parameter is None else parameter
-        return parameter.reshape(-1, *[1] * (z.ndim - 2))
-
+    axes = () if isinstance(norm, (nn.LayerNorm, nn.RMSNorm)) else (1,) * (z.ndim - 2)
     us = []
     for n in range(len(x)):
-        scale, shift = shaped(model.norm.weight), shaped(getattr(model.norm, "bias", None))
+        scale, shift = (getattr(norm, name, None) for name in ("weight", "bias"))
+        scale, shift = (0.0 if p is None else p.reshape(*p.shape, *axes) for p in (scale, shift))
         value = F.cross_entropy(model.after(*(hat[n : n + 1] * scale + shift for hat in hats)), y[n : n + 1])
-        us.append(torch.stack([g.flatten() for g in torch.autograd.grad(value, parts_of(model.norm))], -1))
+        us.append(torch.stack([g.flatten() for g in torch.autograd.grad(value, parts_of(norm))], -1))
     u = torch.stack(us)  # [N, C, k]
     return torch.einsum("nci,ncj->cij", u, u) / len(x)
 
@@ -162,15 +158,13 @@ def test_direction_is_the_inverse_of_each_damped_unit(case, frozen, damping, cur
         getattr(model.norm, frozen).requires_grad_(False)
     kept = {name: p.clone() for name, p in model.norm.named_parameters() if not p.requires_grad}
     F_units = second_moments(model, x, y)
-    if curvature == "diagonal":
-        F_units = F_units * torch.eye(F_units.shape[-1], dtype=torch.float64)
+    eye = torch.eye(F_units.shape[-1], dtype=torch.float64)
+    F_units = F_units * eye if curvature == "diagonal" else F_units
     opt = plain_kfac(model, damping=damping, norm_curvature=curvature, inverse_method=inverse_method)
     F.cross_entropy(model(x), y).backward()
     found = step_of(opt, parts_of(model.norm))
     gradient, moved = (torch.stack([pair[i].flatten() for pair in found], -1) for i in (0, 1))  # [C, k]
-    eye = torch.eye(F_units.shape[-1], dtype=torch.float64)
-    expected = torch.linalg.solve(F_units + damping * eye, gradient[..., None])[..., 0]
-    assert_close(moved, expected, 1e-6)
+    assert_close(moved, torch.linalg.solve(F_units + damping * eye, gradient[..., None])[..., 0], 1e-6)
     assert_close(opt.dense_curvature("norm"), torch.block_diag(*F_units), 1e-6)
     assert all(torch.equal(p, kept[name]) for name, p in model.norm.named_parameters() if name in kept)
 

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import secondorder
-from secondorder import KFAC
 from secondorder.capture.layers.others import hugging_face_conv1d
 from tests.support.kfac import assert_close, labels, noise, plain_kfac, train_step, twin
 from tests.support.layer_cases import CASES, Conv1D, Gain, GainAdapter, GPT2Attention, LayerCase, Own
@@ -31,20 +30,11 @@ class UnscaledAdapter(GainAdapter):
 
 def fresh() -> type[Gain]:
     """A type that no other test has registered."""
-
-    class Mine(Gain):
-        pass
-
-    return Mine
+    return type("Mine", (Gain,), {})
 
 
 def problem(kind: type[Gain]) -> tuple[Own, Tensor, Tensor]:
     return seeded_build(lambda: Own(kind)), noise(N, S, D), labels(N, 3)
-
-
-def check_own(opt: KFAC) -> None:
-    """The factors are those of the registered layer in the table of cases, which is this network."""
-    check_block(opt, "own", REGISTERED.factors(REGISTERED.model())["own"])
 
 
 def test_the_reason_for_an_unregistered_layer_names_register_layer():
@@ -52,30 +42,25 @@ def test_the_reason_for_an_unregistered_layer_names_register_layer():
     kind = fresh()
     model, x, y = problem(kind)
     opt = plain_kfac(model, lr=0.1)
-    assert follows_fallback(opt, "own.kernel", "register_layer")
-    assert follows_fallback(opt, "own.offset", "register_layer")
+    assert all(follows_fallback(opt, f"own.{name}", "register_layer") for name in ("kernel", "offset"))
     secondorder.register_layer(kind, GainAdapter)
     train_step(opt, model, (x,), y, F.cross_entropy)
     assert set(opt.blocks) == set(plain_kfac(twin(model), skip_layers=(kind,)).blocks) == {"head"}
 
 
 def test_a_second_registration_replaces_the_first_and_subclasses_follow_their_nearest_base():
+    """The factors are those of the registered layer in the table of cases, which is this network."""
     twice, base = fresh(), fresh()
-
-    class Derived(base):
-        pass
-
-    class Further(Derived):
-        pass
-
+    derived = type("Derived", (base,), {})
+    further = type("Further", (derived,), {})
     for kind, adapter in ((twice, UnscaledAdapter), (twice, GainAdapter), (base, UnscaledAdapter)):
         secondorder.register_layer(kind, adapter)
-    secondorder.register_layer(Derived, GainAdapter)
-    for kind in (twice, Further):
+    secondorder.register_layer(derived, GainAdapter)
+    for kind in (twice, further):
         model, x, y = problem(kind)
         opt = plain_kfac(model)
         train_step(opt, model, (x,), y, F.cross_entropy)
-        check_own(opt)
+        check_block(opt, "own", REGISTERED.factors(REGISTERED.model())["own"])
 
 
 def test_what_an_adapter_does_not_cover_follows_the_fallback_with_a_reason():
@@ -153,13 +138,6 @@ CASE = LayerCase(GPT2Attention, lambda: (noise(4, 3, 4),))
 MODULE = "transformers.pytorch_utils"
 
 
-def frozen(part: str) -> nn.Module:
-    model = CASE.model()
-    if part:
-        getattr(model.c_attn, part).requires_grad_(False)
-    return model
-
-
 @pytest.mark.parametrize("approx", ["expand", "reduce"])
 @pytest.mark.parametrize("part", ["", "weight", "bias"], ids=["whole", "weight frozen", "bias frozen"])
 def test_factors_and_direction_of_conv1d_are_those_of_the_product(part, approx, monkeypatch):
@@ -168,8 +146,10 @@ def test_factors_and_direction_of_conv1d_are_those_of_the_product(part, approx, 
     monkeypatch.setitem(sys.modules, "transformers", package)
     monkeypatch.setitem(sys.modules, MODULE, utils)
     monkeypatch.setattr(Conv1D, "__module__", MODULE)
-    model, (inputs, y) = frozen(part), CASE.data()
-    expected = CASE.factors(frozen(part), approx)
+    model, (inputs, y) = CASE.model(), CASE.data()
+    for name, p in model.c_attn.named_parameters():
+        p.requires_grad_(name != part)
+    expected = CASE.factors(twin(model), approx)
     opt = plain_kfac(model, approx=approx)
     F.cross_entropy(model(*inputs), y).backward()
     before = {name: CASE.matrix(model, name) for name in expected}
