@@ -126,12 +126,9 @@ def conditioned() -> Net:
 
 def prototypes() -> Net:
     """Features are compared with learned vectors, which attend to each other."""
-    return Net(
-        lambda net, x: net.out(x) @ net.among(net.vectors, net.vectors, net.vectors, need_weights=False)[0][0].T,
-        out=nn.Linear(3, 8),
-        vectors=nn.Parameter(torch.randn(1, 5, 8)),
-        among=nn.MultiheadAttention(8, 2, batch_first=True),
-    )
+    forward = lambda net, x: net.out(x) @ net.among(*[net.vectors] * 3, need_weights=False)[0][0].T  # noqa: E731
+    vectors, among = nn.Parameter(torch.randn(1, 5, 8)), nn.MultiheadAttention(8, 2, batch_first=True)
+    return Net(forward, out=nn.Linear(3, 8), vectors=vectors, among=among)
 
 
 N = 32
@@ -153,9 +150,8 @@ def test_parameters_that_all_examples_share_do_not_count_as_one_example(case: st
     _, B = expected_factors(model, x, y, squares, ["out"])["out"]
     optimizer = plain_kfac(model, lr=0.0)
     train_step(optimizer, model, x, y, squares)
-    state = optimizer.state[model.out.weight]
-    torch.testing.assert_close(state["factor_g"], B)
-    assert state["factor_weight"] == N
+    torch.testing.assert_close(optimizer.state[model.out.weight]["factor_g"], B)
+    assert optimizer.state[model.out.weight]["factor_weight"] == N
 
 
 def known(neighbor: nn.Module, windows: bool) -> Net:
@@ -179,11 +175,9 @@ def known(neighbor: nn.Module, windows: bool) -> Net:
 @pytest.mark.parametrize("n", [4, 5, 8])
 @pytest.mark.parametrize("case", ["LSTM", "attention", "frozen attention", "windows"])
 def test_modules_with_a_defined_layout_determine_that_of_others(case: str, n: int) -> None:
-    torch.manual_seed(0)
     windows = case == "windows"
     neighbor = nn.LSTM(5, 5) if case == "LSTM" else nn.MultiheadAttention(5, 1, batch_first=windows)
-    model = known(neighbor, windows).double()
-    neighbor.requires_grad_("frozen" not in case)
+    model = known(neighbor.requires_grad_("frozen" not in case), windows).double()
     # windows of as many positions as the batch has examples: one example alone cannot be cut into them.
     assert_solved(model, model.layer, torch.randn(n, 16, 5).double(), alone=not windows)
 
@@ -238,11 +232,9 @@ def test_a_layer_of_unknown_layout_is_left_out_with_a_warning(case: str) -> None
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_model_without_a_batch_is_one_example() -> None:
     """A convolution is as wide as its input, and a layer sees the means of its channels."""
-    torch.manual_seed(0)
     pooled = nn.Sequential(nn.Flatten(-2), nn.AdaptiveAvgPool1d(1), nn.Flatten(-2))
     model = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.Tanh(), pooled, nn.Linear(3, 4))
     optimizer = KFAC(model, lr=0.0, damping=DAMPING, kl_clip=None)
     model(torch.randn(3, 6, 6)).square().sum().backward()
     optimizer.step()
-    weights = [float(s["factor_weight"]) for s in optimizer.state.values() if "factor_weight" in s]
-    assert weights == [1.0, 1.0]
+    assert [float(s["factor_weight"]) for s in optimizer.state.values() if "factor_weight" in s] == [1.0, 1.0]

@@ -18,7 +18,8 @@ from secondorder import EKFAC, KFAC, MFAC, CommOpt, HyLo
 from secondorder.capture.backwards import REPLACED
 from tests.support.building import built
 from tests.support.grid import each
-from tests.support.kfac import all_factors, assert_factors, plain_kfac
+from tests.support.kfac import all_factors, assert_factors, labels, noise, plain_kfac
+from tests.support.models import mlp
 from tests.support.networks import Recomputing
 from tests.support.oracles.kfac import expected_factors
 from tests.support.oracles.ranks import distance
@@ -26,15 +27,14 @@ from tests.support.pool import Pool, device_of
 from tests.support.warned import messages_of, silent
 
 PARTS = 4
-EVERY_STEP = {KFAC: {"factor_update_steps": 1, "inv_update_steps": 1}, HyLo: {"update_steps": 1}}
-EVERY_STEP[EKFAC] = EVERY_STEP[KFAC]
+EVERY_STEP = {kind: {"factor_update_steps": 1, "inv_update_steps": 1} for kind in (KFAC, EKFAC)}
+EVERY_STEP[HyLo] = {"update_steps": 1}
 
 Loop = Callable[[nn.Module, Any], None]
 
 
 def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 10)).double()
+    return mlp((6, 64, 10))
 
 
 class Recomputed(nn.Sequential):
@@ -43,9 +43,7 @@ class Recomputed(nn.Sequential):
 
 
 def batch(seed: int = 1) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(64, 6, dtype=torch.float64, generator=generator)
-    return x, torch.randint(10, (64,), generator=generator)
+    return noise(64, 6, seed=seed), labels(64, 10, seed)
 
 
 def losses(model: nn.Module, optimizer: Any) -> list[Callable[[], Tensor]]:
@@ -56,18 +54,21 @@ def losses(model: nn.Module, optimizer: Any) -> list[Callable[[], Tensor]]:
         optimizer.observe(outputs, "categorical")
         return F.cross_entropy(outputs, y) / PARTS
 
-    x, y = batch()
-    return [partial(loss, a, b) for a, b in zip(x.chunk(PARTS), y.chunk(PARTS), strict=True)]
+    return [partial(loss, a, b) for a, b in zip(*(part.chunk(PARTS) for part in batch()), strict=True)]
 
 
 def returned(model: nn.Module, loss: Callable[[], Tensor]) -> list[Tensor]:
     return list(torch.autograd.grad(loss(), list(model.parameters())))
 
 
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad.clone() for p in model.parameters()]
+
+
 def taken(model: nn.Module, loss: Callable[[], Tensor], **reset: bool) -> list[Tensor]:
     """What a backward pass leaves in `.grad`, which is then reset."""
     loss().backward()
-    found = [p.grad.clone() for p in model.parameters()]
+    found = gradients(model)
     model.zero_grad(**reset)
     return found
 
@@ -99,7 +100,7 @@ def reset_by_the_optimizer(model: nn.Module, optimizer: Any) -> None:
     for loss in losses(model, optimizer):
         optimizer.zero_grad()
         loss().backward()
-        found.append([p.grad.clone() for p in model.parameters()])
+        found.append(gradients(model))
     collect(model, found)
 
 
@@ -112,7 +113,7 @@ def added_to_the_last(model: nn.Module, optimizer: Any) -> None:
     *first, last = losses(model, optimizer)
     parts = [taken(model, loss) for loss in first]
     last().backward()
-    collect(model, [*parts, [p.grad for p in model.parameters()]])
+    collect(model, [*parts, gradients(model)])
 
 
 def probe(model: nn.Module) -> Tensor:
@@ -127,12 +128,7 @@ def after_batches_that_were_given_up(model: nn.Module, optimizer: Any) -> None:
     accumulated(model, optimizer)
 
 
-def after_one_that_was_given_up_and_clipped(model: nn.Module, optimizer: Any) -> None:
-    after_batches_that_were_given_up(model, optimizer)
-    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-
-
-def after_one_that_was_given_up_and_with_a_penalty(model: nn.Module, optimizer: Any) -> None:
+def with_a_penalty(model: nn.Module, optimizer: Any) -> None:
     after_batches_that_were_given_up(model, optimizer)
     with optimizer.pause_capture():
         probe(model).mul(3).backward()
@@ -148,6 +144,11 @@ def clipped_each_time(model: nn.Module, optimizer: Any) -> None:
     for loss in losses(model, optimizer):
         loss().backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+
+
+def clipped_after_others(model: nn.Module, optimizer: Any) -> None:
+    after_batches_that_were_given_up(model, optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
 
 
 def compared(model: nn.Module, value: Tensor) -> Tensor:
@@ -177,10 +178,10 @@ RIGHT: dict[str, Loop] = {
     "by grad, clipped": kept(lambda model, loss: [g * 0.1 for g in returned(model, loss)]),
     "reset to zeros": kept(partial(taken, set_to_none=False)),
     "after batches that were given up": after_batches_that_were_given_up,
-    "after one, clipped": after_one_that_was_given_up_and_clipped,
-    "after one, with a penalty": after_one_that_was_given_up_and_with_a_penalty,
     "between probes": between_probes,
     "clipped each time": clipped_each_time,
+    "clipped after others": clipped_after_others,
+    "with a penalty": with_a_penalty,
 }
 LEFT_OUT: dict[str, Loop] = {
     "reset to None": kept(taken),

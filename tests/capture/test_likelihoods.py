@@ -305,9 +305,8 @@ def test_outputs_and_targets_that_do_not_fit_are_refused() -> None:
         *((Categorical(), batched, y, "do not fit outputs") for y in targets),
     ]
     for likelihood, outputs, y, text in refused:
-        calls = [lambda: likelihood.sample(outputs, y, generator()), lambda: likelihood.terms(outputs, y)]  # noqa: B023
-        calls += [lambda: likelihood.columns(outputs)] if y is None else []  # noqa: B023
-        for call in calls:
+        calls = [partial(likelihood.sample, outputs, y, generator()), partial(likelihood.terms, outputs, y)]
+        for call in (*calls, partial(likelihood.columns, outputs)) if y is None else calls:
             with pytest.raises(ValueError, match=text):
                 call()
     for likelihood, outputs in product(LIKELIHOODS, (batched.long(), batched.cfloat())):
@@ -320,20 +319,16 @@ def test_a_custom_likelihood_needs_only_sample() -> None:
         def sample(self, outputs: Tensor, targets: Tensor | None, generator: torch.Generator) -> Tensor:
             return torch.randn(outputs.shape, generator=generator).sign()
 
-    class Nothing(Likelihood):
-        pass
-
     with pytest.raises(TypeError, match="sample"):
-        Nothing()
-    mine = resolve(Laplace())
-    outputs = torch.randn(5, 3)
+        type("Nothing", (Likelihood,), {})()
+    mine, outputs = resolve(Laplace()), torch.randn(5, 3)
     assert mine.terms(outputs, None) == 5
     assert mine.sample(outputs, None, generator()).shape == (5, 3)
     for text, call in (
-        (r"Laplace has no columns\(\) and column\(\)", lambda: mine.columns(outputs)),
-        (r"Laplace has no columns\(\) and column\(\)", lambda: mine.column(outputs, None, 0)),
-        ("curvature_prop", lambda: mine.rademacher(outputs, None, generator())),
-        ("hessian_product", lambda: mine.hessian_product(outputs, None, outputs)),
+        (r"Laplace has no columns\(\) and column\(\)", partial(mine.columns, outputs)),
+        (r"Laplace has no columns\(\) and column\(\)", partial(mine.column, outputs, None, 0)),
+        ("curvature_prop", partial(mine.rademacher, outputs, None, generator())),
+        ("hessian_product", partial(mine.hessian_product, outputs, None, outputs)),
     ):
         with pytest.raises(NotImplementedError, match=f"{text}.*define"):
             call()

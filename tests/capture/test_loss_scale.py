@@ -5,7 +5,6 @@ that of the batch in float32, whichever steps were left out.
 """
 
 import copy
-import warnings
 from functools import partial
 from unittest.mock import Mock
 
@@ -156,23 +155,19 @@ def test_statistics_are_those_of_float32_or_left_out(method, run, treatment, by_
 
 
 def test_the_stack_is_not_searched_at_every_step(monkeypatch):
-    looks = []
-    monkeypatch.setattr(secondorder.capture.loss_scale, "calling_scaler", lambda: looks.append(1))
-    model = make_model()
+    search, model = Mock(return_value=None), make_model()
+    monkeypatch.setattr(secondorder.capture.loss_scale, "calling_scaler", search)
     opt = make_kfac(model)
-    for _ in range(5):
-        scaled_step(opt, model, make_scaler(enabled=False), half=False)
-    assert len(looks) == 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for _ in range(5):
-            scaled_step(opt, model, make_scaler(enabled=False))
-    assert len(looks) == 2
+    for half_precision in (False, True):  # the latter warns, because no scaler is found
+        with warned() if half_precision else silent():
+            for _ in range(5):
+                scaled_step(opt, model, make_scaler(enabled=False), half=half_precision)
+        assert search.call_count == 1 + half_precision
 
 
 def test_the_scaler_is_found_through_wrappers_of_the_step_and_again_by_a_copy():
     """A scheduler wraps ``step``, and so does a trainer that counts the steps that a scaler skips."""
-    model, scaler = make_model(), make_scaler()
+    model, scaler, other = make_model(), make_scaler(), make_scaler()
     opt = make_kfac(model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda _: 0.0)
     patched, counted = opt.step, Mock(wraps=opt.step)
@@ -187,7 +182,6 @@ def test_the_scaler_is_found_through_wrappers_of_the_step_and_again_by_a_copy():
     model, opt = copy.deepcopy((model, make_kfac(model, grad_scaler=scaler)))
     opt.attach(model)
     assert opt.grad_scaler is None
-    other = make_scaler()
     for _ in range(2):
         scaled_step(opt, model, other)
     assert opt.grad_scaler is other

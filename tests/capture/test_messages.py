@@ -60,9 +60,8 @@ def test_a_second_step_after_one_backward_pass_is_reported_as_such(method):
 
 def test_a_layer_that_was_not_called_is_not_attributed_to_eval_mode():
     idle = nn.Linear(4, 2)
-    model = Net(
-        lambda net, x: net.used(x) + 0 * sum(p.sum() for p in idle.parameters()), used=nn.Linear(4, 2), idle=idle
-    )
+    forward = lambda net, x: net.used(x) + 0 * sum(p.sum() for p in idle.parameters())  # noqa: E731
+    model = Net(forward, used=nn.Linear(4, 2), idle=idle)
     opt = KFAC(model, lr=0.01, factor_update_steps=1)
     (text,) = messages_of(lambda: [step(model, opt, torch.randn(8, 4)) for _ in range(3)])
     assert text.startswith(
@@ -102,12 +101,10 @@ def sequences() -> Net:
 
 @pytest.mark.parametrize("method", [EKFAC, HyLo])
 def test_the_remedy_for_as_many_time_steps_as_examples_is_batch_dim(method):
-    x = torch.randint(9, (4, 4))
-    model = sequences()
+    x, model, other = torch.randint(9, (4, 4)), sequences(), sequences()
     (text,) = messages_of(lambda: step(model, method(model, lr=0.01), x))
     assert "make the optimizer with batch=BatchOptions(dim=1)" in text
-    model = sequences()
-    assert messages_of(lambda: step(model, built(method, model, lr=0.01, batch_dim=1), x)) == []
+    assert messages_of(lambda: step(other, built(method, other, lr=0.01, batch_dim=1), x)) == []
 
 
 @METHODS

@@ -8,6 +8,7 @@ import copy
 import functools
 import pickle
 import warnings
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -157,23 +158,22 @@ def test_a_layer_that_two_parts_share_counts_as_in_one_module(method, loop):
 
 @pytest.mark.parametrize("interval", [1, 100])
 def test_a_pass_of_the_model_is_prepared_once_and_one_of_a_part_by_itself_too(interval, monkeypatch):
-    model = nn.Sequential(*make_parts())
+    model, x = nn.Sequential(*make_parts()), torch.randn(4, 5, dtype=torch.float64)
     optimizer = KFAC(model, lr=0.0, damping=0.1, factor_update_steps=interval, inv_update_steps=interval)
-    x = torch.randn(4, 5, dtype=torch.float64)
     for _ in range(2):  # the next step is due only with an interval of 1
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()
-    calls = []
-    monkeypatch.setattr(hooks, "prepare", calls.append)
+    prepare = Mock()
+    monkeypatch.setattr(hooks, "prepare", prepare)
     model(x)
-    assert len(calls) == 1
+    assert prepare.call_count == 1
     model[0](x)
-    assert len(calls) == 2
+    assert prepare.call_count == 2
     with pytest.raises(RuntimeError, match="shape"):
         model(x[:, :2])
     model(x)
-    assert len(calls) == 4  # the pass that failed has ended
+    assert prepare.call_count == 4  # the pass that failed has ended
 
 
 def assert_alike(make, take_step):

@@ -33,6 +33,7 @@ from tests.support.kfac import (
 from tests.support.models import Net, Tokens, convnet, images, mlp, seeded_build, vectors
 from tests.support.networks import reused
 from tests.support.oracles.kfac import expected_factors
+from tests.support.tasks import assert_identical, values
 
 APPROXIMATIONS = ["expand", "reduce"]
 
@@ -184,10 +185,8 @@ class Recomputed(Tokens):
     lambda mode, repeat, inplace, **_: not mode.startswith("whole") or (repeat == 1 and not inplace),
     approx=APPROXIMATIONS,
     mode=["plain", "reentrant", "non-reentrant", "function", "whole, reentrant", "whole, non-reentrant"],
-    repeat=[1, 2],
-    inplace=[False, True],
-    sizes=[[7], [4, 1, 2]],
-)
+    repeat=[1, 2], inplace=[False, True], sizes=[[7], [4, 1, 2]],
+)  # fmt: skip
 def test_micro_batches_and_activation_checkpointing(approx, mode, repeat, inplace, sizes):
     x, y = noise(7, 3, 4), labels(7, 3)
     if mode.startswith("whole"):
@@ -202,11 +201,10 @@ def test_micro_batches_and_activation_checkpointing(approx, mode, repeat, inplac
 
 
 #: The plain form, the form that is trained, and a function from its output to the logits.
+#: The plain form, the form that is trained, and a function from its output to the logits.
 TWO_FORWARDS = {
     "plain": (mlp, mlp, lambda f: f),
-    "reentrant": (reused, lambda: reused(mode="reentrant"), lambda f: f),
-    "non-reentrant": (reused, lambda: reused(mode="non-reentrant"), lambda f: f),
-    "function": (reused, lambda: reused(mode="function"), lambda f: f),
+    **{mode: (reused, partial(reused, mode=mode), lambda f: f) for mode in ("reentrant", "non-reentrant", "function")},
     "tuple": (Containers, lambda: Containers("tuple", reentrant=True), lambda f: f[1]),
     "dataclass": (Containers, lambda: Containers("dataclass", reentrant=True), lambda f: f.logits),
     "attributes": (Containers, lambda: Containers("attributes", reentrant=True), lambda f: f.logits),
@@ -214,11 +212,9 @@ TWO_FORWARDS = {
 
 
 @pairs(
-    lambda approx, kind, **_: approx == "expand" or kind[0] is Containers,
-    approx=APPROXIMATIONS,
-    kind=TWO_FORWARDS,
+    lambda approx, kind, **_: approx == "expand" or kind[0] is Containers, approx=APPROXIMATIONS, kind=TWO_FORWARDS,
     order=["one backward", "in order", "reversed"],
-)
+)  # fmt: skip
 def test_two_forwards_before_the_backward(approx, kind, order):
     """Their sizes differ, as in training a discriminator; recomputed layers belong to their own forward."""
     plain, build, logits = kind
@@ -269,12 +265,10 @@ def test_an_empty_batch_changes_nothing():
     model = mlp()
     opt = plain_kfac(model, lr=0.1)
     train_step(opt, model, *vectors(), F.cross_entropy)
-    held, values = all_factors(opt, model), [p.detach().clone() for p in model.parameters()]
-    opt.zero_grad()
-    model(noise(0, 4)).sum().backward()
-    opt.step()
+    held, before = all_factors(opt, model), values(model)
+    train_step(opt, model, noise(0, 4), None, lambda output, _: output.sum())
     assert_same_factors(opt, model, held)
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), values, strict=True))
+    assert_identical(values(model), before)
 
 
 @pytest.mark.parametrize("by_parts", [False, True])
@@ -296,8 +290,6 @@ def test_a_forward_that_raised_leaves_nothing_behind(by_parts):
 
 @each(approx=APPROXIMATIONS, part=["one layer", "all"])
 def test_freezing_for_a_forward_between_two_micro_batches(approx, part):
-    x, y = vectors()
-
     def run(model):
         frozen = model[2] if part == "one layer" else model
         for a, b in zip(x.chunk(2), y.chunk(2), strict=True):
@@ -306,4 +298,5 @@ def test_freezing_for_a_forward_between_two_micro_batches(approx, part):
             model(vectors(9, seed=5)[0])
             frozen.requires_grad_(True)
 
-    assert_captures(mlp((4, 5, 6, 3)), mlp((4, 5, 6, 3)), x, y, run, approx=approx)
+    (x, y), widths = vectors(), (4, 5, 6, 3)
+    assert_captures(mlp(widths), mlp(widths), x, y, run, approx=approx)

@@ -56,24 +56,24 @@ def two_losses(model, x, y):
 
 
 # the passes, the layers that may be named, and the remedies
+# the passes, and the remedies
 REFUSED = {
-    "a gradient penalty": (lambda model, x, y: penalty(model, x), r"encoder\.\d", ("pause_capture", "create_graph")),
-    "create_graph": (create_graph, r"encoder\.\d", ("create_graph",)),
-    "one loss twice": (one_loss_twice, r"encoder\.\d", ("sum the losses",)),
-    "two losses": (two_losses, r"encoder\.\d", ("sum the losses",)),
+    "a gradient penalty": (lambda model, x, y: penalty(model, x), ("pause_capture", "create_graph")),
+    "create_graph": (create_graph, ("create_graph",)),
+    "one loss twice": (one_loss_twice, ("sum the losses",)),
+    "two losses": (two_losses, ("sum the losses",)),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 def test_second_derivatives_and_second_backwards_are_refused_by_name_with_the_remedy(case):
-    run, layer, remedies = REFUSED[case]
+    run, remedies = REFUSED[case]
     model, (x, y) = named(mlp()), vectors()
     opt = plain_kfac(model)
-    with pytest.raises(RuntimeError, match=layer) as error:
+    with pytest.raises(RuntimeError, match=r"encoder\.\d") as error:
         run(model, x, y)
     assert all(remedy in str(error.value).lower() for remedy in remedies)
-    opt.zero_grad()
     train_step(opt, model, x, y, F.cross_entropy)  # the refusal leaves nothing behind
     assert_factors(all_factors(opt, model), expected_factors(named(mlp()), x, y, F.cross_entropy))
 
@@ -106,16 +106,15 @@ def test_a_gradient_penalty_works_inside_a_pause():
 
 
 def test_penalties_and_second_backwards_need_no_pause_when_nothing_is_captured():
-    model, (x, y) = mlp(), vectors()
+    model, other, (x, y) = mlp(), mlp(), vectors()
     opt = plain_kfac(model, lr=0.01, factor_update_steps=10, inv_update_steps=10)
     train_step(opt, model, x, y, F.cross_entropy)
     opt.zero_grad()
     one_loss_twice(model, x, y)
     (F.cross_entropy(model(x), y) + penalty(model, x)).backward()
     opt.step()
-    model = mlp()
-    off = plain_kfac(model, inv_update_steps=0)
-    penalty(model, x).backward()
+    off = plain_kfac(other, inv_update_steps=0)
+    penalty(other, x).backward()
     off.step()
 
 
@@ -160,9 +159,8 @@ def on_a_table(net, x):
 def test_one_batch_that_does_not_fit_leaves_the_layer_out_of_its_step_only(sizes):
     """Six learned rows can be split into six examples or three, but not into four."""
     table = nn.Parameter(torch.linspace(-1, 1, 24).view(6, 4))
-    model = seeded_build(
-        lambda: Net(on_a_table, table=table, odd=nn.Linear(4, 4), first=nn.Linear(4, 4), head=nn.Linear(4, 3))
-    )
+    odd, first, head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+    model = Net(on_a_table, table=table, odd=odd, first=first, head=head).double()
     opt = plain_kfac(model, lr=0.1, approx="reduce")
     train_step(opt, model, *vectors(6), F.cross_entropy)
     A, B = held_factors(opt, model, "odd")
@@ -173,8 +171,7 @@ def test_one_batch_that_does_not_fit_leaves_the_layer_out_of_its_step_only(sizes
         gradient, step = directions(opt, model)["odd"]
     assert_close(step, 0.1 * solve_exact(B, A, gradient, 1e-2), 1e-8)
     assert_same_factors(opt, model, {"odd": (A, B)})
-    assert layer_state(opt, model, "odd")["factor_updates"] == 1
-    assert layer_state(opt, model, "head")["factor_updates"] == 2
+    assert [layer_state(opt, model, name)["factor_updates"] for name in ("odd", "head")] == [1, 2]
     train_step(opt, model, *vectors(3), F.cross_entropy)
     assert layer_state(opt, model, "odd")["factor_updates"] == 2
     assert not torch.equal(held_factors(opt, model, "odd")[1], B)
@@ -230,16 +227,12 @@ ALL = {"encoder.0", "encoder.2.0", "decoder.0", "lm_head"}
 
 # what is skipped, and which blocks are left
 SKIPS = [
-    ((), ALL),
-    (["lm_head"], ALL - {"lm_head"}),
-    (("encoder.2",), ALL - {"encoder.2.0"}),
+    ((), ALL), (["lm_head"], ALL - {"lm_head"}), (("encoder.2",), ALL - {"encoder.2.0"}),
     *((skip, {"decoder.0", "lm_head"}) for skip in (("encoder",), ("encoder.*",), lambda model: (model.encoder,))),
-    *((skip, {"lm_head"}) for skip in (("*.0",), (nn.Sequential,))),
-    ((nn.Linear,), set()),
-    ((Special,), ALL - {"lm_head"}),
-    (lambda model: (model.encoder[2][0],), ALL - {"encoder.2.0"}),
+    *((skip, {"lm_head"}) for skip in (("*.0",), (nn.Sequential,))), ((nn.Linear,), set()),
+    ((Special,), ALL - {"lm_head"}), (lambda model: (model.encoder[2][0],), ALL - {"encoder.2.0"}),
     (lambda model: (model.lm_head, "decoder"), {"encoder.0", "encoder.2.0"}),
-]
+]  # fmt: skip
 
 
 def test_skip_layers_by_name_pattern_type_and_instance():
