@@ -232,28 +232,26 @@ def test_float16_gradients_with_no_scaler_to_be_found_warn_once_and_leave_all_la
 
 def test_window_methods_need_no_scaler():
     """Their rows are gradients, which the scaler divides before the step."""
-    found = []
-    for scaled in (False, True):
-        model, scaler = make_model(), make_scaler(enabled=scaled)
+    models = make_model(), make_model()
+    for model, scaled in zip(models, (False, True), strict=True):
         opt = MFAC(model, lr=0.1, window_size=4, damping=1e-2)
+        scaler = make_scaler(enabled=scaled)
         for _ in range(3):
             scaled_step(opt, model, scaler, half=False)
-        found.append(list(model.parameters()))
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(*(list(model.parameters()) for model in models), rtol=1e-4, atol=1e-6)
 
 
 def test_an_observer_never_sees_rows_that_carry_the_scale(tmp_path):
     """Its own taps are informed of the scaler in the step that finds it."""
     found = {}
     for scaled in (False, True):
-        model, scaler = make_model(), make_scaler(enabled=scaled)
+        model, scaler, folder = make_model(), make_scaler(enabled=scaled), tmp_path / str(scaled)
         opt = make_kfac(model)
-        with Analysis(opt, tmp_path / str(scaled), ("rank",), every=1):
+        with Analysis(opt, folder, ("rank",), every=1):
             for _ in range(3):
                 scaled_step(opt, model, scaler, half=False)
-        events = read_events(tmp_path / str(scaled) / "rank.jsonl")
+        events = read_events(folder / "rank.jsonl")
         found[scaled] = {(event["step"], event["layer"]): event["sigma_max"] for event in events}
     assert {step for step, _ in found[False]} == {0, 1, 2}
     assert {step for step, _ in found[True]} == {1, 2}
-    for key, value in found[True].items():
-        assert value == pytest.approx(found[False][key], rel=1e-4)
+    assert found[True] == pytest.approx({key: found[False][key] for key in found[True]}, rel=1e-4)

@@ -11,7 +11,7 @@ from tests.support.models import Net
 from tests.support.warned import messages_of
 
 METHODS = pytest.mark.parametrize("method", [KFAC, EKFAC, HyLo])
-OFTEN = {KFAC: {"factor_update_steps": 1}, EKFAC: {"factor_update_steps": 1}, HyLo: {"update_steps": 1}}
+OFTEN = dict.fromkeys((KFAC, EKFAC), {"factor_update_steps": 1}) | {HyLo: {"update_steps": 1}}
 
 
 def step(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> None:
@@ -26,36 +26,27 @@ def perceptron() -> nn.Sequential:
 
 @METHODS
 def test_a_message_starts_with_the_fact_that_nothing_is_covered(method):
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.ones(3, 3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x @ self.w
-
-    (text,) = messages_of(lambda: method(Own(), graft="adam"))
+    own = lambda: Net(lambda net, x: x @ net.w, w=nn.Parameter(torch.ones(3, 3)))  # noqa: E731
+    (text,) = messages_of(lambda: method(own(), graft="adam"))
     assert text.startswith(f"{method.__name__}: nothing is covered. All parameters get no curvature")
-    assert "rule 'adam' (Own has no adapter" in text
-    (text,) = messages_of(lambda: method(nn.Sequential(nn.Linear(3, 3), Own())))
+    assert "rule 'adam' (Net has no adapter" in text
+    (text,) = messages_of(lambda: method(nn.Sequential(nn.Linear(3, 3), own())))
     assert "nothing is covered" not in text
     assert "some parameters get no curvature" in text
 
 
 @METHODS
 def test_a_second_step_after_one_backward_pass_is_reported_as_such(method):
-    model = perceptron()
+    model, x = perceptron(), torch.randn(8, 4)
     opt = built(method, model, lr=0.01, **OFTEN[method])
-    x = torch.randn(8, 4)
     step(model, opt, x)
     (text,) = messages_of(lambda: [opt.step() for _ in range(3)])
     assert "without a backward pass in between" in text
     assert "eval mode" not in text
     assert messages_of(lambda: step(model, opt, x)) == []
-    model.eval()
-    (text,) = messages_of(lambda: step(model, opt, x))
+    (text,) = messages_of(lambda: step(model.eval(), opt, x))
     assert "the model was in eval mode" in text
-    assert opt.describe().count("block '0' (Linear)") == opt.describe().count("block '2' (Linear)") == 2
+    assert [opt.describe().count(f"block '{name}' (Linear)") for name in (0, 2)] == [2, 2]
 
 
 def test_a_layer_that_was_not_called_is_not_attributed_to_eval_mode():
@@ -109,20 +100,18 @@ def test_the_remedy_for_as_many_time_steps_as_examples_is_batch_dim(method):
 
 @METHODS
 def test_a_model_that_is_a_layer_is_called_by_its_type(method):
-    model = nn.Linear(4, 3)
+    model, x = nn.Linear(4, 3), torch.randn(8, 4)
     opt = built(method, model, lr=0.01, **OFTEN[method])
-    step(model, opt, torch.randn(8, 4))
+    step(model, opt, x)
     assert "block Linear" in opt.describe()
     assert "''" not in opt.describe()
     assert opt.dense_curvature("").shape == (15, 15)
     with pytest.raises(ValueError, match=r"no block is named 'fc'; there are: '' \(the Linear itself\)"):
         opt.dense_curvature("fc")
-    loss = model(torch.randn(8, 4)).square().sum()
+    loss = model(x).square().sum()
     with pytest.raises(RuntimeError, match="layer 'Linear'"):
         torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-    opt.zero_grad()
-    model.eval()
-    (text,) = messages_of(lambda: step(model, opt, torch.randn(8, 4)))
+    (text,) = messages_of(lambda: step(model.eval(), opt, x))
     assert "(Linear: its hooks did not run)" in text
 
 

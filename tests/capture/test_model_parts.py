@@ -7,7 +7,6 @@ other: same names, same steps.
 import copy
 import functools
 import pickle
-import warnings
 from unittest.mock import Mock
 
 import pytest
@@ -25,6 +24,7 @@ from tests.support.grid import each
 from tests.support.kfac import hook_counts
 from tests.support.models import vectors
 from tests.support.saving import through_a_file
+from tests.support.warned import warned
 
 EVERY = {"factor_update_steps": 1, "inv_update_steps": 1, "lr": 0.1, "damping": 0.1}
 WINDOW = {"window_size": 4, "lr": 0.1}
@@ -204,13 +204,14 @@ def test_observe_takes_the_outputs_of_the_last_part(fisher, method):
 def test_damping_adapts_by_the_loss_of_all_parts():
     def take_step(opt, parts, step):
         ((x, y),) = micro_batches(step, 1)
-        opt.step(lambda: backward(functools.partial(outputs_of, parts), opt, x, y))
 
-    def backward(model, opt, x, y):
-        opt.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        return loss
+        def closure():
+            opt.zero_grad()
+            loss = F.cross_entropy(outputs_of(parts, x), y)
+            loss.backward()
+            return loss
+
+        opt.step(closure)
 
     make = functools.partial(METHODS["kfac"], adaptive_damping=True, damping_interval=1)
     first, second = (opt.param_groups[0]["damping"] for opt in assert_alike(make, take_step))
@@ -279,15 +280,13 @@ def test_a_list_is_detached_and_copies_are_attached_to_others(method):
 def test_every_method_is_created_from_a_list():
     """Parts may be compiled, layers may be skipped, and a ``ModuleList`` is one module."""
     for name in ("kfac", "ekfac", "hylo", "mfac", "sparse_mfac", "ggt"):
-        opt = secondorder.create(name, make_parts(), lr=0.01)
-        assert "1.3.weight" in opt.describe()
+        assert "1.3.weight" in secondorder.create(name, make_parts(), lr=0.01).describe()
     make, names, parts = METHODS["kfac"], ["0.0", "0.2", "1.1", "1.3"], make_parts()
     assert list(make([torch.compile(part, backend="eager") for part in parts]).blocks) == names
     opt = make(layers := nn.ModuleList(make_parts()))
     assert list(opt.blocks) == names
     assert opt.module is layers
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warned():
         assert list(make(parts, skip_layers=["1.*"]).blocks) == names[:2]
         assert list(make(parts, skip_layers=[parts[0]]).blocks) == names[2:]
 

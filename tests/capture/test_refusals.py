@@ -191,9 +191,8 @@ def overwriting(inplace):
 
 @pytest.mark.parametrize("inplace", [True, False])
 def test_an_input_modified_in_place_after_its_layer_is_not_captured(inplace):
-    x, y = vectors()
+    (x, y), model = vectors(), overwriting(inplace).float()
     expected = expected_factors(overwriting(False), x, y, F.cross_entropy)
-    model = overwriting(inplace).float()
     opt = plain_kfac(model, lr=0.0)
     with warned() as messages:
         for _ in range(2):
@@ -202,13 +201,12 @@ def test_an_input_modified_in_place_after_its_layer_is_not_captured(inplace):
                 value = F.cross_entropy(model(x.float()), y)
             value.backward()
             opt.step()
-    messages = [text for text in messages if "nothing was captured" in text]
     for name in ("middle", "head")[inplace:]:
-        A, B = held_factors(opt, model, name)
-        assert_close(A.double(), expected[name][0], 3e-2)
-        assert_close(B.double(), expected[name][1], 6e-2)
+        for found, wanted, tolerance in zip(held_factors(opt, model, name), expected[name], (3e-2, 6e-2), strict=True):
+            assert_close(found.double(), wanted, tolerance)
     assert layer_state(opt, model, "middle")["factor_updates"] == (0 if inplace else 2)
-    assert [("middle: " in message, "in place" in message) for message in messages] == [(True, True)] * inplace
+    messages = [text for text in messages if "nothing was captured" in text]
+    assert [("middle: " in text, "in place" in text) for text in messages] == [(True, True)] * inplace
 
 
 class Special(nn.Linear):
@@ -246,9 +244,7 @@ def test_skip_layers_by_name_pattern_type_and_instance():
 
 
 def test_a_skip_that_matches_nothing_raises():
-    unknown = nn.Linear(4, 4)
-    for skip, text in (
-        ("decodr", "decodr"), ("nothing.*", r"nothing\.\*"), (nn.Conv2d, "Conv2d"), (unknown, "skip_layers"),
-    ):  # fmt: skip
+    refused = {"decodr": "decodr", "nothing.*": r"nothing\.\*", nn.Conv2d: "Conv2d", nn.Linear(4, 4): "skip_layers"}
+    for skip, text in refused.items():
         with pytest.raises(ValueError, match=text):
             plain_kfac(deep(), skip_layers=(skip,))

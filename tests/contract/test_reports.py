@@ -57,8 +57,8 @@ def test_different_reasons_are_described(method: Method) -> None:
         options, *names = {"skip_layers": "head"}, "head.weight", "scale.gain"
     model = TRANSFORMER.model()
     found = rows(method.build(model, **options), model)
-    one, other = (found[name].partition("fallback")[2].strip() for name in names)
-    assert one and other and one != other  # noqa: PT018
+    reasons = {found[name].partition("fallback")[2].strip() for name in names}
+    assert len(reasons - {""}) == 2
 
 
 def test_a_parameter_that_is_added_later_gets_a_row(method: Method, mlp: Task) -> None:
