@@ -394,11 +394,6 @@ def with_context(differentiated: bool) -> Net:
     return Net(forward, context=nn.GRU(4, 4, batch_first=True), layer=nn.Linear(4, 4))
 
 
-def with_real_rows(model: nn.Module, opt: KFAC) -> Tensor:
-    _, fake = model(noise(8, 4))
-    return model(torch.cat([fake, noise(8, 4, seed=1)]))[1]
-
-
 def of_one_backbone(model: nn.Module, opt: KFAC) -> Tensor:
     features = noise(8, 4).requires_grad_() * 2
     return model(features)[1] + model(3 * features)[1]
@@ -426,7 +421,7 @@ def places_first(model: nn.Module, opt: KFAC) -> Tensor:
 @pytest.mark.parametrize(
     ("kind", "run", "examples"),
     [
-        (passing, with_real_rows, 24),
+        (passing, lambda model, opt: model(torch.cat([model(noise(8, 4))[1], noise(8, 4, seed=1)]))[1], 24),
         (passing, of_one_backbone, 16),
         (lambda: with_context(False), lambda model, opt: model(noise(7, 4), noise(1, 7, 4)), 7),
         (lambda: with_context(True), lambda model, opt: model(noise(7, 4), noise(1, 5, 4)), 7),
