@@ -14,10 +14,12 @@ from tests.support.tasks import Task, assert_all_close, assert_identical, backwa
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
-def test_compiled_model(method: Method, mlp: Task) -> None:
+@pytest.mark.parametrize("given", ["the model", "the compiled model"])
+def test_compiled_model(method: Method, mlp: Task, given: str) -> None:
     """With and without a closure."""
-    model, optimizer = method.start(mlp)
+    model = mlp.model()
     compiled = torch.compile(model, backend="eager")
+    optimizer = method.build(model if given == "the model" else compiled)
     for step in range(6):
         if step % 2:
             optimizer.step(lambda: backward(compiled, optimizer, mlp, step))  # noqa: B023

@@ -49,7 +49,7 @@ def test_wrapper_prefixes_may_be_given_or_left_out(method: Method, mlp: Task, pr
     outer = torch.compile(model, backend="eager") if wrapped else model
     optimizer = method.build(outer, skip_layers=f"{prefix}second")
     assert list(optimizer.blocks) == ["first"]
-
+    train(outer, optimizer, mlp, 1)
     assert_identical(optimizer.dense_curvature(f"{prefix}first"), optimizer.dense_curvature("first"))
     with pytest.raises(ValueError, match="no block is named"):
         optimizer.dense_curvature(f"{prefix}second")
