@@ -20,19 +20,9 @@ from secondorder import EKFAC, KFAC, MFAC, HyLo, RowOptions
 from secondorder.diagnostics import Analysis, read_events, rowtaps
 from tests.support.building import built
 from tests.support.grid import each
+from tests.support.kfac import hook_counts
 from tests.support.oracles import hylo as oracle
-from tests.support.tasks import (
-    CNN,
-    MLP,
-    TASKS,
-    Task,
-    assert_identical,
-    backward,
-    covered_names,
-    snapshot,
-    train,
-    values,
-)
+from tests.support.tasks import CNN, MLP, TASKS, Task, assert_identical, backward, snapshot, train, values
 
 Make = Callable[..., Any]
 _USUAL = {"lr": 0.05, "momentum": 0.9, "damping": 0.01}
@@ -170,16 +160,6 @@ def test_parameters_state_and_random_numbers_are_identical(make: Make, task: Tas
     assert {e["layer"] for e in events(tmp_path, "rank")} == set(optimizer.blocks)
 
 
-def closure_of(model: nn.Module, optimizer: Any, step: int) -> Callable[[], Tensor]:
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = MLP.loss(model, step)
-        loss.backward()
-        return loss
-
-    return closure
-
-
 @pytest.mark.parametrize("cls", [KFAC, EKFAC])
 def test_steps_that_may_be_rejected_are_identical_too(cls: Any, tmp_path: Path) -> None:
     """Their closure runs again at other parameters, which must not be captured and must not discard the step's rows."""
@@ -189,7 +169,7 @@ def test_steps_that_may_be_rejected_are_identical_too(cls: Any, tmp_path: Path) 
         optimizer = built(cls, model, lr=0.1, damping=0.1, adaptive_damping=True, damping_interval=1, reject_steps=True)
         with Analysis(optimizer, tmp_path, every=1, rank_fraction=0.5) if watched else nullcontext():
             for step in range(3):
-                closure = closure_of(model, optimizer, step)
+                closure = partial(backward, model, optimizer, MLP, step)
                 assert (optimizer.step(closure=closure) if step == 1 else optimizer.step(closure)) is not None
             found.append({"model": values(model), "state": snapshot(optimizer)})
     assert_identical(found[0], found[1])
@@ -199,10 +179,8 @@ def test_steps_that_may_be_rejected_are_identical_too(cls: Any, tmp_path: Path) 
 
 
 def hooks(model: nn.Module, optimizer: Any) -> list[Any]:
-    found: list[Any] = [[*optimizer._optimizer_step_pre_hooks], [*optimizer._optimizer_step_post_hooks]]
-    for module in model.modules():
-        found += [[*module._forward_hooks], [*module._forward_pre_hooks], [*module._backward_hooks]]
-    return [*found, optimizer.stage_clock, [*optimizer._record.kept]]
+    of_steps = [*optimizer._optimizer_step_pre_hooks], [*optimizer._optimizer_step_post_hooks]
+    return [hook_counts(model), *of_steps, optimizer.stage_clock, [*optimizer._record.kept]]
 
 
 @every_method
@@ -427,7 +405,7 @@ def test_norms_of_gradients_and_directions(make: Make, tmp_path: Path) -> None:
             backward(model, optimizer, MLP, step)
             with optimizer.keep_directions() as kept:  # the user may keep them, too
                 optimizer.step()
-            assert set(kept) == covered_names(model)
+            assert set(kept) == {"first.weight", "first.bias", "second.weight", "second.bias"}
             for name in ("first", "second") if step % 2 == 0 else ():
                 layer, event = model.get_submodule(name), one(tmp_path, "trend", step=step, layer=name)
                 norm = torch.cat([p.grad.flatten() for p in layer.parameters() if p.grad is not None]).norm().item()

@@ -1,4 +1,4 @@
-"""`keep_directions()` returns what each method subtracts, and can be passed to `quantify_preconditioning`."""
+"""`keep_directions()` returns what each method subtracts."""
 
 import copy
 from typing import Any
@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from secondorder.diagnostics import quantify_preconditioning
 from tests.support.grid import each
 from tests.support.methods import METHODS, Method
 from tests.support.tasks import CNN, MLP, Task, assert_identical, backward, train, values
@@ -84,15 +83,3 @@ def test_directions_are_copies_and_blocks_may_be_left_in_any_order(method: Metho
     with optimizer.keep_directions() as kept:
         optimizer.step()
     assert set(kept) == {name for name in method.covered(model) if not name.startswith("first")}
-
-
-def test_preconditioning_by_a_positive_matrix_turns_by_less_than_a_right_angle() -> None:
-    """This is true of the first step, in which neither error feedback nor momentum has a past."""
-    for name, (method, keywords) in CASES.items():
-        model = MLP.model()
-        kept = step(model, method.build(model, **{**method.bare(), **keywords}), MLP, 0)
-        gradients = {name: p.grad for name, p in model.named_parameters() if name in kept}
-        report = quantify_preconditioning(gradients, kept)
-        assert 0 <= float(report["qp_angle"]) < 90, name
-        assert set(report["layers"]) == set(kept), name
-        assert report["qp_n"] == sum(int((g != 0).sum()) for g in gradients.values() if g is not None), name
