@@ -51,11 +51,6 @@ def targets_for(loss: str, outputs: Tensor) -> Tensor:
     return noise(*outputs.shape).sigmoid()
 
 
-def outputs_of(model: nn.Module, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        return model(x)
-
-
 def factors_after(model: nn.Module, x: Tensor, likelihood, targets=None, **keywords):
     """One observed step of K-FAC with the exact Fisher."""
     opt = still(model, "exact", **keywords)
@@ -66,7 +61,7 @@ def factors_after(model: nn.Module, x: Tensor, likelihood, targets=None, **keywo
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_oracle_s_block_is_the_hessian_of_a_piecewise_linear_network(loss):
     model, (x, _) = mlp((4, 5, 3), activation=nn.ReLU), vectors()
-    y = targets_for(loss, outputs_of(model, x))
+    y = targets_for(loss, model(x).detach())
     value = LOSSES[loss][1]
     for name, rows in observed(model, ["0", "2"], x, y, value).items():
         exact = hessian_block(
@@ -174,7 +169,7 @@ class Case:
 def known(loss: str, model: nn.Module, x: Tensor, **keywords: Any) -> Case:
     """A likelihood of ``LOSSES``, which needs no targets."""
     likelihood, value = LOSSES[loss]
-    return Case(model, x, targets_for(loss, outputs_of(model, x)), value, likelihood, keywords=keywords)
+    return Case(model, x, targets_for(loss, model(x).detach()), value, likelihood, keywords=keywords)
 
 
 def classified(model: nn.Module, x: Tensor, y: Tensor, likelihood: Any = "categorical", class_dim: int = -1) -> Case:

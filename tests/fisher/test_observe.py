@@ -13,29 +13,12 @@ from torch import Tensor, nn
 
 import secondorder
 from secondorder import EKFAC, KFAC
-from tests.support.grid import each
-from tests.support.kfac import (
-    all_factors,
-    assert_close,
-    assert_factors,
-    assert_same_factors,
-    held_factors,
-    layer_state,
-    noise,
-    train_step,
-    twin,
-)
+from tests.support import kfac
+from tests.support.grid import each, pairs
+from tests.support.kfac import all_factors, assert_close, assert_factors, held_factors, layer_state, train_step, twin
 from tests.support.models import convnet, images, mlp, seeded_build, vectors
 from tests.support.networks import Sometimes, applied, reused
-from tests.support.oracles.fisher import (
-    METHODS,
-    assert_observed,
-    cross_entropy,
-    observed,
-    observed_step,
-    still,
-    unrelated,
-)
+from tests.support.oracles.fisher import METHODS, assert_observed, cross_entropy, observed, observed_step, still
 from tests.support.oracles.kfac import covered_names, expected_factors, kron
 from tests.support.tasks import assert_identical
 from tests.support.warned import silent
@@ -116,30 +99,17 @@ def test_observe_changes_nothing_but_statistics(fisher, kind):
     assert_identical(*found)
 
 
-@pytest.mark.parametrize("kind", ["after a backward that keeps the graph", "two forwards at once"])
-def test_any_whole_graph_may_be_observed(kind):
-    """A backward may come first if it keeps the graph, and outputs of two passes may be concatenated."""
-    model, (x, y) = mlp(), vectors(8)
-    expected = exact_factors(twin(model), x, y)
-    opt = still(model, "exact")
-    if kind == "two forwards at once":
-        outputs = torch.cat([model(x[:4]), model(x[4:])])
-    else:
-        outputs = model(x)
-        F.cross_entropy(outputs, y).backward(retain_graph=True)
-    opt.observe(outputs, "categorical")
-    F.cross_entropy(outputs, y).backward()
-    opt.step()
-    assert_factors(all_factors(opt, model), expected)
-
-
 # ---------------------------------------------------------------- Accumulation
-def given_up(opt, model: nn.Module, x: Tensor, with_backward: bool) -> None:
-    """A loop skips a loss that is not finite, with a ``zero_grad`` that comes after a backward or without one."""
+def given_up(opt, model: nn.Module, x: Tensor) -> None:
+    """A loop skips a loss that is not finite."""
+    opt.observe(model(x), "categorical")
+    opt.zero_grad()
+
+
+def given_up_after_its_backward(opt, model: nn.Module, x: Tensor) -> None:
     outputs = model(x)
     opt.observe(outputs, "categorical")
-    if with_backward:
-        outputs.sum().backward()
+    outputs.sum().backward()
     opt.zero_grad()
 
 
@@ -155,41 +125,76 @@ def evaluated(opt, model: nn.Module, x: Tensor) -> None:
     model.train()
 
 
-BATCHES_THAT_DO_NOT_COUNT = {
-    "given up": partial(given_up, with_backward=False),
-    "given up after its backward": partial(given_up, with_backward=True),
-    "paused": paused,
-    "evaluated": evaluated,
-    "a micro-batch that is not observed": lambda opt, model, x: model(x).sum().backward(),
+def not_observed(opt, model: nn.Module, x: Tensor) -> None:
+    model(x).sum().backward()
+
+
+def observed_backward(opt, outputs: Tensor, y: Tensor) -> None:
+    opt.observe(outputs, "categorical")
+    F.cross_entropy(outputs, y).backward()
+
+
+def after_a_backward(opt, model: nn.Module, x: Tensor, y: Tensor) -> None:
+    """It keeps the graph."""
+    outputs = model(x)
+    F.cross_entropy(outputs, y).backward(retain_graph=True)
+    observed_backward(opt, outputs, y)
+
+
+def concatenated(opt, model: nn.Module, x: Tensor, y: Tensor) -> None:
+    observed_backward(opt, torch.cat([model(x[:4]), model(x[4:])]), y)
+
+
+def reset_in_between(opt, model: nn.Module, x: Tensor, y: Tensor) -> None:
+    """Trainers that call ``zero_grad`` after the forward do so."""
+    outputs = model(x)
+    opt.observe(outputs, "categorical")
+    opt.zero_grad()
+    F.cross_entropy(outputs, y).backward()
+
+
+def observed_later(opt, model: nn.Module, x: Tensor, y: Tensor, order: tuple[int, ...]) -> None:
+    """The outputs of both forwards are kept, and those of a third one are dropped."""
+    outputs = [model(part) for part in x.split(5)]
+    model(100 * x)
+    gc.collect()
+    for i in order:
+        opt.observe(outputs[i], "categorical")
+    (outputs[0].sum() + outputs[1].sum()).backward()
+
+
+def after(other):
+    """A batch that does not count comes before the observed one."""
+
+    def loop(opt, model: nn.Module, x: Tensor, y: Tensor) -> None:
+        other(opt, model, 100 * x[:6])
+        observed_backward(opt, model(x), y)
+
+    return loop
+
+
+DO_NOT_COUNT = (given_up, given_up_after_its_backward, paused, evaluated, not_observed)
+LOOPS = {
+    **{other.__name__: after(other) for other in DO_NOT_COUNT},
+    **{loop.__name__: loop for loop in (after_a_backward, concatenated, reset_in_between)},
+    "observed later": partial(observed_later, order=(0, 1)),
+    "observed later in another order": partial(observed_later, order=(1, 0)),
 }
 
 
-@each(fisher=OBSERVED, method=METHODS, other=BATCHES_THAT_DO_NOT_COUNT)
+@pairs(fisher=OBSERVED, method=METHODS, loop=LOOPS)
 @pytest.mark.filterwarnings("ignore")
-def test_the_estimate_is_that_of_the_observed_batch(fisher, method, other):
-    model, (x, y) = mlp(), vectors(3)
+def test_the_estimate_is_that_of_the_observed_batch(fisher, method, loop):
+    model, (x, y) = mlp(), vectors(8)
     expected = exact_factors(twin(model), x, y)
     opt = still(model, fisher, method)
-    other(opt, model, 100 * vectors(6, seed=1)[0])
-    categorical_step(opt, model, x, y)
-    assert_expected(opt, model, expected, fisher)
-    assert weight_of(opt, model) == 3
-
-
-@fishers
-def test_gradients_may_be_reset_between_observe_and_backward(fisher):
-    """Trainers that call ``zero_grad`` after the forward do so."""
-    model, (x, y) = mlp(), vectors(6)
-    expected = exact_factors(twin(model), x, y)
-    opt = still(model, fisher)
     for updates in (1, 2):
-        outputs = model(x)
-        opt.observe(outputs, "categorical")
         opt.zero_grad()
-        F.cross_entropy(outputs, y).backward()
+        loop(opt, model, x, y)
         opt.step()
-        assert layer_state(opt, model, "0")["factor_updates"] == updates
         assert_expected(opt, model, expected, fisher)
+        assert layer_state(opt, model, "0")["factor_updates"] == updates
+        assert weight_of(opt, model) == 8
 
 
 # ---------------------------------------------------------------- Precision, loss scaling, checkpointing, wrappers
@@ -288,7 +293,7 @@ def test_a_due_step_without_observe_keeps_the_old_estimate_and_warns_once(fisher
     with silent():
         for seed in (2, 3):
             train_step(opt, model, *vectors(seed=seed), F.cross_entropy)
-    assert_same_factors(opt, model, held)
+    kfac.assert_same_factors(opt, model, held)
     assert all(layer_state(opt, model, name)["factor_updates"] == 1 for name in held)
 
 
@@ -308,32 +313,14 @@ def test_observe_does_nothing_and_is_not_needed_when_nothing_is_due(fisher, meth
             assert not called or opt.observe(outputs, "categorical") is None
         outputs.sum().backward()
         opt.step()
-    assert_same_factors(opt, model, held)
+    kfac.assert_same_factors(opt, model, held)
     observed_step(opt, model, vectors(seed=3)[0], "categorical")
-    assert layer_state(opt, model, "0")["factor_updates"] == 2
-
-
-@both
-def test_observe_does_nothing_under_the_empirical_fisher(method):
-    held = []
-    for observes in (False, True):
-        model, (x, y) = mlp(), vectors()
-        opt = still(model, "empirical", method)
-        for _ in range(2):
-            opt.zero_grad()
-            outputs = model(x)
-            if observes:
-                opt.observe(outputs, "categorical")
-            F.cross_entropy(outputs, y).backward()
-            opt.step()
-        held.append(all_factors(opt, model))
-    assert_same_factors(opt, model, held[0])
     assert layer_state(opt, model, "0")["factor_updates"] == 2
 
 
 @each(fisher=["empirical", *OBSERVED], method=METHODS)
 def test_forwards_without_backward_keep_nothing(method, fisher):
-    """Dropped outputs free their graph, except for those of the last few forwards."""
+    """Dropped outputs free their graph, except for those of the last few; the empirical Fisher ignores `observe`."""
     model, seen = mlp((4, 5, 3)), []
     model[1].register_forward_hook(lambda module, args, output: seen.append(weakref.ref(output)))
 
@@ -347,6 +334,8 @@ def test_forwards_without_backward_keep_nothing(method, fisher):
     assert alive() <= 9
     categorical_step(opt, model, *vectors())
     assert weight_of(opt, model) == 6
+    if fisher == "empirical":
+        assert_factors(all_factors(opt, model), expected_factors(mlp((4, 5, 3)), *vectors(), F.cross_entropy))
     opt.zero_grad()
     assert alive() == 0
 
@@ -367,26 +356,9 @@ def test_a_part_of_the_outputs_is_enough_and_forwards_in_between_do_not_matter()
     assert weight_of(opt, model, "model.0") == 6
 
 
-@each(fisher=OBSERVED, order=[(0, 1), (1, 0)])
-def test_forwards_whose_outputs_are_kept_may_be_observed_later(fisher, order):
-    model, batches = mlp(), [vectors(5, seed=1), vectors(3, seed=2)]
-    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
-    expected = exact_factors(twin(model), x, y)
-    opt = still(model, fisher)
-    outputs = [model(a) for a, _ in batches]
-    model(vectors(7)[0])  # its outputs are dropped
-    gc.collect()
-    for i in order:
-        opt.observe(outputs[i], "categorical")
-    (outputs[0].sum() + outputs[1].sum()).backward()
-    opt.step()
-    assert_expected(opt, model, expected, fisher)
-    assert weight_of(opt, model) == 8
-
-
 @pytest.mark.parametrize("place", ["before", "after"])
 def test_a_forward_whose_outputs_are_dropped_does_not_count(place):
-    x, stray, held = noise(4, 4, 4, 4), noise(4, 4, 4, 4, seed=1), []
+    x, stray, held = kfac.noise(4, 4, 4, 4), kfac.noise(4, 4, 4, 4, seed=1), []
     for disturbed in (None, place):
         model = nn.Sequential(mlp(), nn.Flatten(0, -2))
         opt = still(model, "exact", approx="reduce")  # it matters which rows belong to one example
@@ -396,7 +368,7 @@ def test_a_forward_whose_outputs_are_dropped_does_not_count(place):
         if disturbed == "after":
             model(stray)
         opt.observe(outputs, "categorical")
-        unrelated(outputs).backward()
+        outputs.sin().sum().backward()
         opt.step()
         held.append(all_factors(opt, model[0]))
     assert_factors(held[1], held[0], 1e-12)
@@ -423,7 +395,7 @@ def test_statistics_that_are_not_finite_are_dropped_and_counted(method):
     observed_step(opt, model, x, "categorical")
     held = all_factors(opt, model)
     observed_step(opt, model, x, Broken())
-    assert_same_factors(opt, model, held)
+    kfac.assert_same_factors(opt, model, held)
     assert all(layer_state(opt, model, name)["factor_updates"] == 1 for name in held)
     assert opt.diagnostics()["skipped_statistics"] >= 2
 
@@ -442,7 +414,7 @@ def of_a_closed_optimizer(opt, outputs: Tensor) -> Tensor:
 #: What is passed instead of the outputs, and the message.
 ELSEWHERE = {
     "detached": (lambda opt, outputs: outputs.detach(), "outputs|model|graph|grad"),
-    "a leaf": (lambda opt, outputs: noise(6, 3).requires_grad_(), "outputs|model|graph|grad"),
+    "a leaf": (lambda opt, outputs: kfac.noise(6, 3).requires_grad_(), "outputs|model|graph|grad"),
     "another model": (lambda opt, outputs: mlp(seed=9)(vectors()[0]), "outputs|model|graph|grad"),
     "no gradients": (lambda opt, outputs: torch.no_grad()(opt.module)(vectors()[0]), "outputs|model|graph|grad"),
     "after the backward": (after_the_backward, r"between.*forward and loss.backward|before.*backward"),

@@ -19,16 +19,7 @@ from tests.support.grid import each, pairs
 from tests.support.kfac import all_factors, assert_close, assert_factors, held_factors, labels, layer_state, noise, twin
 from tests.support.models import Tokens, convnet, images, mlp, seeded_build, vectors
 from tests.support.networks import TwoHeads, mixing
-from tests.support.oracles.fisher import (
-    LOSSES,
-    METHODS,
-    assert_mean,
-    cross_entropy,
-    observed,
-    observed_step,
-    still,
-    summed_square,
-)
+from tests.support.oracles.fisher import LOSSES, METHODS, assert_mean, cross_entropy, observed, observed_step, still
 from tests.support.oracles.kfac import covered_names, example_rows, expected_factors
 
 SAMPLED = ["mc", "curvature_prop"]
@@ -92,7 +83,7 @@ def token_mean(f: Tensor, y: Tensor) -> Tensor:
 
 
 def of_two_heads(f: tuple[Tensor, Tensor], y: tuple[Tensor, Tensor]) -> Tensor:
-    return cross_entropy(f[0], y[0]) + summed_square(f[1], y[1])
+    return cross_entropy(f[0], y[0]) + F.mse_loss(f[1], y[1], reduction="sum")
 
 
 IGNORING = torch.tensor([[0, -100, 2], [1, 2, 0]])
