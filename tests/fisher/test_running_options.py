@@ -6,21 +6,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from secondorder import EKFAC, KFAC
+from tests.support import kfac
 from tests.support.building import built
 from tests.support.grid import each, pairs
-from tests.support.kfac import (
-    PLAIN,
-    accumulate,
-    assert_close,
-    backward,
-    directions,
-    held_factors,
-    layer_state,
-    noise,
-    plain_kfac,
-    train_step,
-    twin,
-)
+from tests.support.kfac import PLAIN, assert_close, backward, held_factors, layer_state, noise, plain_kfac, train_step
 from tests.support.models import Net, mlp, seeded_build, vectors
 from tests.support.oracles.ekfac import damped_power
 from tests.support.oracles.fisher import METHODS, STILL, quiet
@@ -33,7 +22,7 @@ SIZES = [5, 2, 7, 1, 4, 3, 6, 2]
 def running(sizes, method=KFAC, **keywords):
     """Train at fixed weights on batches of unequal size; per layer the list of (examples, batch A, batch B)."""
     model = mlp()
-    plain = twin(model)
+    plain = kfac.twin(model)
     opt = quiet(lambda: built(method, model, **{**STILL, **keywords}))
     history = {"0": [], "2": []}
     for seed, n in enumerate(sizes):
@@ -89,7 +78,7 @@ def test_factors_are_those_of_a_plain_list(method, weighting, decay, burnin, int
 def test_micro_batches_are_one_update():
     model, (x, y) = mlp(), vectors(6)
     opt = built(KFAC, model, **{**STILL, "weighting": "update", "factor_decay": 1.0})
-    accumulate(model, x, y, 2)
+    kfac.accumulate(model, x, y, 2)
     opt.step()
     assert float(layer_state(opt, model, "0")["factor_weight"]) == 1
 
@@ -132,19 +121,23 @@ def assert_mean_of_squares(state, updates: list[tuple[float, int]]) -> None:
     assert float(state["factor_a"]) == pytest.approx(float(value))
 
 
-@pytest.mark.parametrize("changed", [{"factor_update_steps": 2}, {"decay_per_step": True}], ids=str)
+@pytest.mark.parametrize(
+    "changed", [{"factor_update_steps": 2}, {"decay_per_step": True}, {"factor_decay": 0.2}], ids=str
+)
 def test_options_may_change_during_a_run(changed):
-    model, per_step = seeded_build(constant), "decay_per_step" in changed
-    options = {"decay_per_step": not per_step, "factor_update_steps": 2 if per_step else 1}
+    (option,), model = changed, seeded_build(constant)
+    per_step = option == "decay_per_step"
+    options = {"decay_per_step": option == "factor_update_steps", "factor_update_steps": 2 if per_step else 1}
     opt = quiet(lambda: plain_kfac(model, lr=0.0, factor_decay=0.8, inv_update_steps=12, **options))
-    if per_step:
-        updates = [(1 if t <= 4 else 2, t) for t in range(0, 9, 2)]
-    else:
-        updates = [(1, t) for t in range(3)] + [(2, t) for t in range(4, 9, 2)]
+    updates = {
+        "factor_update_steps": [(0.8, t) for t in range(3)] + [(0.8**2, t) for t in range(4, 9, 2)],
+        "decay_per_step": [(0.8 if t <= 4 else 0.8**2, t) for t in range(0, 9, 2)],
+        "factor_decay": [(0.8 if t < 3 else 0.2, t) for t in range(9)],
+    }
     for t in range(9):
         opt.param_groups[0].update(changed if t == (5 if per_step else 3) else {})
         train_step(opt, model, *of_step(t), F.mse_loss)
-    assert_mean_of_squares(opt.state[model.layer.weight], [(0.8**steps, t) for steps, t in updates])
+    assert_mean_of_squares(opt.state[model.layer.weight], updates[option])
 
 
 # name: options, steps of the updates, steps in which the layer is called
@@ -198,7 +191,7 @@ def test_weight_decay_in_curvature(kind, as_curvature, decoupled):
     opt.param_groups[0]["weight_decay"] = 0.5  # options are read when they are used
     backward(model, x, y, F.cross_entropy)
     before = {name: layer_values(model.get_submodule(name)) for name in ("0", "2")}
-    for name, (gradient, step) in directions(opt, model).items():
+    for name, (gradient, step) in kfac.directions(opt, model).items():
         decay, block = 0.5 if name == "0" else 0.0, opt.dense_curvature(name)
         damping = 1e-2 + decay * as_curvature
         if kind == "cholesky":
@@ -218,7 +211,7 @@ def test_power_is_that_of_the_damped_matrix(kind, power):
     opt = built(KFAC, model, **PLAIN, **options)
     opt.param_groups[0]["power"] = power  # options are read when they are used
     backward(model, *vectors(), F.cross_entropy)
-    for name, (gradient, V) in directions(opt, model).items():
+    for name, (gradient, V) in kfac.directions(opt, model).items():
         block = opt.dense_curvature(name)
         damping = 1e-2 * (float(block.diagonal().mean()) if kind == "relative" else 1.0)
         if kind == "pi":
