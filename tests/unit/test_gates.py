@@ -10,9 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from secondorder.capture.statistics import averages
 from secondorder.linalg import dense, first_order
-from tests.support.device import SimulatedDevice
 from tests.support.grid import pairs
 from tests.support.kfac import assert_close, noise
 
@@ -99,16 +97,6 @@ def moments(fresh: bool = False) -> tuple[list[Tensor], list[Tensor]]:
     return [x * (not fresh) for x in draw(30)], [x.square() * (not fresh) for x in draw(40)]
 
 
-def test_moments_of_adam_under_a_gate():
-    gated, plain, shut = moments(), moments(), moments()
-    for i in range(3):
-        first_order.adam_moments_(draw(50 + i), *gated, BETAS, OPEN)
-        first_order.adam_moments_(draw(50 + i), *plain, BETAS)
-    assert_near(gated[0] + gated[1], plain[0] + plain[1])
-    first_order.adam_moments_(poisoned(), *shut, BETAS, SHUT)
-    assert_same(shut[0] + shut[1], moments()[0] + moments()[1])
-
-
 @pairs(weight_decay=[0.0, 0.3], decoupled=[False, True], lr=RATES)
 def test_adam_under_a_gate(weight_decay, decoupled, lr):
     keywords = {"lr": lr, "betas": BETAS, "eps": 1e-8, "weight_decay": weight_decay, "decoupled": decoupled}
@@ -127,37 +115,6 @@ def test_adam_under_a_gate(weight_decay, decoupled, lr):
 def symmetric(n: int, seed: int) -> Tensor:
     x = noise(n, n, seed=seed)
     return x @ x.mT
-
-
-@pytest.mark.parametrize("decay", [0.0, 0.3, 0.95, 1.0])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
-def test_the_running_mean_on_a_device_is_that_of_the_cpu(decay, dtype, tolerance):
-    def start() -> tuple[list[Tensor], Tensor]:
-        return [torch.zeros(n, n, dtype=dtype) for n in (3, 2)], torch.zeros((), dtype=torch.float64)
-
-    def sums_of(batch: int, good: bool) -> list[Tensor]:
-        sums = [symmetric(3, batch).to(dtype), symmetric(2, batch).to(dtype)]
-        if not good:
-            sums[0][0, 0] = float("nan")
-            sums[1][1, 0] = float("inf")
-        return sums
-
-    here, weight_here = start()
-    with SimulatedDevice() as device:
-        there, weight_there = [device.tensor(x) for x in here], device.tensor(weight_here)
-        for batch, good in ((5, True), (2, True), (9, False), (1, True)):
-            scales = [1 / batch, 0.5]
-            before = [x.clone() for x in (*here, weight_here)]
-            averages.ratio_ema_(here, weight_here, sums_of(batch, good), scales, batch, decay, torch.tensor(good))
-            sums, flag = [device.tensor(x) for x in sums_of(batch, good)], device.tensor(torch.tensor(good))
-            averages.ratio_ema_(there, weight_there, sums, scales, batch, decay, flag)
-            if not good:
-                assert_same((*here, weight_here), before)
-            for x, y in zip(there, here, strict=True):
-                assert_close(x.held, y, tolerance)
-            assert float(weight_there.held) == float(weight_here)
-    assert device.waits == []
-    assert float(weight_here) == (((5 * decay) + 2) * decay) + 1
 
 
 # ---------------------------------------------------------------------- a stack of matrices, one of which fails
