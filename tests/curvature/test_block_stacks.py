@@ -15,6 +15,7 @@ from secondorder.preconditioners.kronecker import KroneckerPreconditioner
 from tests.support.building import built
 from tests.support.device import SimulatedDevice
 from tests.support.device_runs import DeviceRun, check, host
+from tests.support.grid import each
 from tests.support.tasks import Task
 
 STEPS = 4
@@ -92,8 +93,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("case", CASES)
+@each(dtype=[torch.float64, torch.float32], case=CASES.keys())
 def test_steps_are_those_of_single_products(monkeypatch, case, dtype):
     """Up to the rounding of products, which have the same bits except for the smallest matrices and for vectors."""
     method, options = CASES[case]
@@ -219,7 +219,7 @@ def test_stacks_on_a_device_train_as_single_blocks_on_the_cpu(monkeypatch, case)
         return seen[-1]
 
     monkeypatch.setattr(directions, "directions_of_stacks", counted)
-    check(lambda model: optimizer_of(model, method, **options), NET, steps=5)
+    check(lambda model: optimizer_of(model, method, **options), NET, steps=4)
     # The run on the CPU comes first.
     assert len(seen[-1].directions) >= max(len(seen[0].directions), 6)
     assert seen[-1].products
@@ -342,7 +342,7 @@ def test_stacks_are_made_once(options):
         run.steps(4)
         stacks = run.optimizer.preconditioner.runtime.stacks._shared
         before = {name: stack for name, (_, stack) in stacks.items()}
-        run.steps(4, start=4)
+        run.steps(3, start=4)
         assert [name for name, (_, stack) in stacks.items() if stack is not before.get(name)] == []
 
 
@@ -368,14 +368,14 @@ TURNS = Task("turns", Sometimes, rows)
 def test_layers_that_take_turns_use_no_further_memory(method, options):
     build = partial(optimizer_of, method=method, lr=0.01, **options)
     with SimulatedDevice() as device:
-        run = DeviceRun(build, TURNS, device).steps(30)
+        run = DeviceRun(build, TURNS, device).steps(12)
         found = run.parameters()
         stacks = run.optimizer.preconditioner.runtime.stacks
         shared = sum(stack.nbytes for _, stack in stacks._shared.values())
         usage = run.optimizer.memory_usage()
         assert shared <= sum(usage[kind] for kind in ("factors", "second_order", "scale", "buffers") if kind in usage)
         assert len(run.optimizer.preconditioner.exchange._skipped) <= 64 + 6
-    torch.testing.assert_close(found, DeviceRun(build, TURNS).steps(30).parameters(), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(found, DeviceRun(build, TURNS).steps(12).parameters(), rtol=1e-6, atol=1e-7)
 
 
 def test_a_block_of_another_class_folds_its_factors_itself():
@@ -407,8 +407,8 @@ def test_a_dropped_step_does_not_count_as_skipped_statistics():
 def test_a_loaded_state_replaces_the_stacks():
     with SimulatedDevice() as device:
         build = partial(optimizer_of, method=KFAC, inv_update_steps=1)
-        runs = [DeviceRun(build, NET, device).steps(steps) for steps in (3, 1)]
+        runs = [DeviceRun(build, NET, device).steps(steps) for steps in (2, 1)]
         runs[1].model.load_state_dict(runs[0].model.state_dict())
         runs[1].optimizer.load_state_dict(runs[0].optimizer.state_dict())
-        first, second = (run.steps(2, start=3).parameters() for run in runs)
+        first, second = (run.steps(2, start=2).parameters() for run in runs)
     assert all(torch.equal(p, q) for p, q in zip(first, second, strict=True))
