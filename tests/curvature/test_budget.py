@@ -6,20 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from secondorder import (
-    KFAC,
-    AdaptationOptions,
-    BudgetOptions,
-    InverseOptions,
-    MachineRates,
-    ParamScheduler,
-    RefreshOptions,
-)
+import secondorder
+from secondorder import KFAC, BudgetOptions, InverseOptions, MachineRates, ParamScheduler, RefreshOptions
 from secondorder.comm import from_name
 from secondorder.curvature import budget
 from secondorder.curvature.budget import NOMINAL, Calibration, Intervals, LayerWork, Others, choose, costs
 from tests.support.kfac import noise
-from tests.support.models import fit
+from tests.support.models import fit, mlp
 from tests.support.pool import on_every_rank
 from tests.support.tasks import assert_identical, values
 
@@ -88,8 +81,7 @@ def test_gradients_pass_through_frozen_parameters():
 
 # ---------------------------------------------------------------------- in an optimizer
 def network():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 3))
+    return mlp((40, 64, 3)).float()
 
 
 def budgeted(model, **options):
@@ -233,7 +225,7 @@ def test_each_group_has_its_own_choice():
 @pytest.mark.parametrize(
     ("keywords", "words"),
     [
-        ({"budget": 1.3, "adaptation": AdaptationOptions(adaptive_damping=True)}, "judges .*drop budget"),
+        ({"budget": 1.3, "adaptation": secondorder.AdaptationOptions(adaptive_damping=True)}, "judges .*drop budget"),
         ({"budget": 1.0}, "budget must be finite, >= 1.05"),
         ({"budget": 1.3, "factor_update_steps": 5}, r"budget=1.3 chooses .*drop factor_update_steps=5"),
         ({"budget": 1.3, "inv_update_steps": 5}, "drop inv_update_steps=5"),

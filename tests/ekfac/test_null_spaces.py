@@ -16,6 +16,7 @@ from secondorder.linalg import dense, eigenbasis
 from tests.support.building import built
 from tests.support.ekfac import plain_ekfac, train_step
 from tests.support.kfac import assert_close, noise
+from tests.support.quadratic import flat
 
 ADAM = {"estimator": "running", "power": 0.5, "momentum_mode": "pre", "momentum": 0.9}
 
@@ -36,20 +37,16 @@ def turned_eigh(x):
     return (values, vectors), ok
 
 
-def wide_net():
-    torch.manual_seed(0)
-    layers = [nn.Conv2d(8, 8, 3, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(32, 9), nn.Tanh(), nn.Linear(9, 4)]
-    return nn.Sequential(*layers).double()
-
-
 def path(keywords):
     """Parameters after each step on new batches of 5 examples."""
-    model, found = wide_net(), []
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(8, 8, 3, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(32, 9), nn.Tanh(), nn.Linear(9, 4)]
+    model, found = nn.Sequential(*layers).double(), []
     opt = plain_ekfac(model, **{"lr": 0.05, "inv_update_steps": 3, **keywords})
     for t in range(5):
         x, y = noise(5, 8, 4, 4, seed=t), torch.arange(5) % 4
         train_step(opt, model, x, y, F.cross_entropy)
-        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        found.append(flat(model.parameters()))
     return torch.stack(found)
 
 

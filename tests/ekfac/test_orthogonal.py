@@ -7,10 +7,8 @@ from torch import nn
 from secondorder import EKFAC, KFAC, ParamScheduler
 from secondorder.linalg import polar
 from tests.support.building import built
-
-
-def drawn(*shape, dtype=torch.float64, seed=0):
-    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+from tests.support.kfac import noise
+from tests.support.models import seeded_build
 
 
 def expected_step(x):
@@ -29,7 +27,7 @@ def is_uniform(step, width):
 
 @pytest.mark.parametrize("shape", [(5, 5), (3, 8), (8, 3)])
 def test_polar_changes_only_singular_values(shape):
-    x = drawn(*shape)
+    x = noise(*shape)
     torch.testing.assert_close(polar.step_of(x), expected_step(x), rtol=1e-10, atol=1e-12)
     assert is_uniform(polar.polar(x), 25)
     x = x.float()
@@ -38,14 +36,14 @@ def test_polar_changes_only_singular_values(shape):
 
 
 def test_a_matrix_of_low_rank_has_no_larger_step_than_others():
-    low_rank = polar.step_of(torch.outer(drawn(64), drawn(32, seed=1)))
+    low_rank = polar.step_of(torch.outer(noise(64), noise(32, seed=1)))
     assert torch.linalg.matrix_norm(low_rank, 2) < 1.3 * 0.2 * 8
-    full = polar.step_of(torch.linalg.qr(drawn(64, 32))[0])
+    full = polar.step_of(torch.linalg.qr(noise(64, 32))[0])
     assert 0.12 < full.square().mean().sqrt() < 0.25
 
 
 def test_matrices_of_a_stack_are_independent_and_zero_stays_zero():
-    x = drawn(3, 4, 6)
+    x = noise(3, 4, 6)
     x[1] = 0
     found = polar.step_of(x)
     for one, part in zip(x, found, strict=True):
@@ -88,8 +86,7 @@ def moves_of(opt, model, x, y):
 
 
 def train(kind, steps=4, **keywords):
-    torch.manual_seed(0)
-    model = Net().double()
+    model = seeded_build(Net)
     opt = built(kind, model, lr=0.01, factor_update_steps=1, inv_update_steps=1, **keywords)
     return opt, [moves_of(opt, model, x, y) for x, y in batches(steps)]
 
@@ -114,7 +111,7 @@ def test_each_group_of_a_convolution_is_a_matrix():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv1d(4, 6, 2, groups=2, bias=False), nn.Flatten(), nn.Linear(18, 3)).double()
     opt = EKFAC(model, lr=1.0, orthogonalize=True, momentum=0.0, kl_clip=None, damping=0.01)
-    moves = moves_of(opt, model, drawn(8, 4, 4), torch.arange(8) % 3)
+    moves = moves_of(opt, model, noise(8, 4, 4), torch.arange(8) % 3)
     for part in moves["0.weight"].flatten(1).chunk(2):
         assert is_uniform(part, 4)
 
@@ -140,8 +137,7 @@ def test_graft_determines_the_length_and_the_polar_factor_the_direction():
 
 
 def test_orthogonalize_may_be_scheduled_and_set_per_group():
-    torch.manual_seed(0)
-    model = Net().double()
+    model = seeded_build(Net)
     groups = [{"params": list(model.inner.parameters()), "orthogonalize": True}]
     groups.append({"params": [p for n, p in model.named_parameters() if not n.startswith("inner")]})
     opt = built(EKFAC, groups, module=model, lr=0.01, kl_clip=None, **ADAM)
@@ -179,19 +175,19 @@ def error_of(found, exact):
 def test_bfloat16_changes_a_step_of_full_rank_by_a_few_percent():
     """Small matrices and double precision are not affected."""
     for shape in ((128, 200), (2, 160, 128)):
-        x = drawn(*shape, dtype=torch.float32)
+        x = noise(*shape, dtype=torch.float32)
         exact = torch.stack([expected_step(part) for part in x.double().reshape(-1, *shape[-2:])]).reshape(shape)
         low, fine = polar.step_of(x, torch.bfloat16), polar.step_of(x, torch.float32)
         assert low.dtype == torch.float32
         assert 1e-3 < error_of(low, exact) < 0.05
         assert error_of(fine, exact) < 1e-4
         assert torch.equal(polar.step_of(x), fine)
-    for x in (drawn(127, 500, dtype=torch.float32), drawn(128, 128)):
+    for x in (noise(127, 500, dtype=torch.float32), noise(128, 128)):
         assert torch.equal(polar.step_of(x), polar.step_of(x, torch.bfloat16))
 
 
 def test_with_a_low_rank_float32_keeps_zeros_and_bfloat16_does_not():
-    left, right = (torch.linalg.qr(drawn(n, 8, dtype=torch.float32, seed=n))[0] for n in (160, 200))
+    left, right = (torch.linalg.qr(noise(n, 8, dtype=torch.float32, seed=n))[0] for n in (160, 200))
     x = left @ right.T
     outside = torch.eye(160) - left @ left.T
     fine, low = (polar.step_of(x, dtype) for dtype in (torch.float32, torch.bfloat16))
@@ -201,7 +197,7 @@ def test_with_a_low_rank_float32_keeps_zeros_and_bfloat16_does_not():
 
 @pytest.mark.parametrize("kind", [EKFAC, KFAC])
 def test_the_precision_of_the_products_can_be_chosen(kind):
-    steps, x = [], drawn(200, 150, dtype=torch.float32)
+    steps, x = [], noise(200, 150, dtype=torch.float32)
     for chosen in ({}, {"orthogonal_dtype": torch.float32}, {"orthogonal_dtype": torch.bfloat16}):
         torch.manual_seed(0)
         model = nn.Linear(150, 140)

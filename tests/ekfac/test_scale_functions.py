@@ -31,10 +31,7 @@ def orthogonal(*shape: int) -> Tensor:
 
 
 def bases(which: str, n_a: int, n_g: int, *groups: int) -> tuple[Tensor | None, Tensor | None]:
-    return (
-        orthogonal(*groups, n_a) if "a" in which else None,
-        orthogonal(*groups, n_g) if "g" in which else None,
-    )
+    return (orthogonal(*groups, n_a) if "a" in which else None, orthogonal(*groups, n_g) if "g" in which else None)
 
 
 def matrix(basis: Tensor | None, n: int) -> Tensor:

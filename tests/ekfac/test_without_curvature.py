@@ -11,16 +11,12 @@ import secondorder
 from secondorder import EKFAC, KFAC, HyLo, MemOpt
 from tests.ekfac.test_orthogonal import Net, batches, expected_step
 from tests.support.building import built
+from tests.support.models import seeded_build
 from tests.support.tasks import assert_identical, values
 
 OFF = {"lr": 0.01, "kl_clip": None, "orthogonalize": True, "inv_update_steps": 0}
 HIDDEN = ("inner", "conv", "head")
 KINDS = ("factors", "second_order", "scale")
-
-
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return Net().double()
 
 
 def trained(opt: torch.optim.Optimizer, model: nn.Module, steps: int) -> list[dict[str, Tensor]]:
@@ -62,7 +58,7 @@ def sum_of_steps(gradients: Any, layer: str, *, pre: bool, start: Any = None, de
 @pytest.mark.parametrize("decay", [0.0, 0.3])
 @pytest.mark.parametrize("pre", [False, True])
 def test_the_polar_factor_of_the_gradient_or_of_its_mean_is_the_direction(pre: bool, decay: float) -> None:
-    model = network()
+    model = seeded_build(Net)
     own = {"momentum_mode": "pre", "nesterov": True} if pre else {}
     opt = built(EKFAC if pre else KFAC, model, momentum=0.8, weight_decay=decay, **OFF, **own)
     start = values(model)
@@ -80,7 +76,7 @@ def test_the_polar_factor_of_the_gradient_or_of_its_mean_is_the_direction(pre: b
 
 @pytest.mark.parametrize("kind", [KFAC, EKFAC])
 def test_there_is_no_curvature_to_keep_compute_or_send(kind: type) -> None:
-    model = network()
+    model = seeded_build(Net)
     opt = built(kind, model, momentum=0.0, **OFF)
     for _ in range(2):
         assert not any(opt.memory_usage().get(kind) for kind in KINDS)
@@ -96,7 +92,7 @@ def test_there_is_no_curvature_to_keep_compute_or_send(kind: type) -> None:
 
 
 def test_hylo_keeps_no_rows_without_curvature() -> None:
-    model = network()
+    model = seeded_build(Net)
     opt = built(HyLo, model, lr=0.01, update_steps=0, batch_size=8)
     trained(opt, model, 2)
     for found in (opt.memory_usage(), opt.plan(batch_size=8).ranks[0].stored):
@@ -104,7 +100,7 @@ def test_hylo_keeps_no_rows_without_curvature() -> None:
 
 
 def test_graft_determines_the_length_of_the_polar_factor() -> None:
-    model = network()
+    model = seeded_build(Net)
     (gradient,), moved = followed(built(KFAC, model, graft="adam", **OFF), model, 1)
     for layer in HIDDEN:
         g = matrix(gradient, layer)
@@ -116,7 +112,7 @@ def test_graft_determines_the_length_of_the_polar_factor() -> None:
 @pytest.mark.parametrize("kind", [KFAC, EKFAC])
 def test_curvature_that_is_turned_on_starts_with_the_next_batch(kind: type) -> None:
     keywords = {**OFF, "momentum": 0.0, "damping": 0.01, "factor_update_steps": 1}
-    model, twin = network(), network()
+    model, twin = seeded_build(Net), seeded_build(Net)
     opt, on = built(kind, model, **keywords), built(kind, twin, **{**keywords, "inv_update_steps": 1})
     trained(opt, model, 1)
     twin.load_state_dict(model.state_dict())
@@ -138,13 +134,13 @@ def test_curvature_that_is_turned_on_starts_with_the_next_batch(kind: type) -> N
 def test_a_state_without_curvature_continues(interval: int) -> None:
     """It does so in a new optimizer, even one that had curvature, and with an interval that is set later."""
     keywords = {**OFF, "momentum": 0.8, "momentum_mode": "pre", "damping": 0.01}
-    model = network()
+    model = seeded_build(Net)
     opt = built(EKFAC, model, **keywords)
     trained(opt, model, 2)
     saved, weights = opt.state_dict(), {k: v.clone() for k, v in model.state_dict().items()}
     ends = []
     for constructed in (0, 2):
-        again = network()
+        again = seeded_build(Net)
         other = built(EKFAC, again, **{**keywords, "inv_update_steps": constructed})
         trained(other, again, 1)
         again.load_state_dict(weights)
@@ -180,7 +176,7 @@ def test_the_preset_is_a_variant_of_muon_with_adamw(recwarn: pytest.WarningsReco
 
 def test_curvature_of_a_checkpoint_that_never_used_it_is_dropped() -> None:
     """Earlier versions allocated factors even if a group was off from the beginning."""
-    model, twin = network(), network()
+    model, twin = seeded_build(Net), seeded_build(Net)
     old = built(KFAC, model, **{**OFF, "inv_update_steps": 10})
     saved = old.state_dict()
     for group in saved["param_groups"]:
@@ -196,7 +192,7 @@ def test_curvature_of_a_checkpoint_that_never_used_it_is_dropped() -> None:
 @pytest.mark.parametrize("kind", [KFAC, EKFAC, HyLo])
 def test_a_state_that_is_saved_when_curvature_is_turned_on_continues(kind: type) -> None:
     interval = "update_steps" if kind is HyLo else "inv_update_steps"
-    model, twin = network(), network()
+    model, twin = seeded_build(Net), seeded_build(Net)
     opt, other = (built(kind, m, lr=0.01, **{interval: 0}) for m in (model, twin))
     trained(opt, model, 2)
     opt.param_groups[0][interval] = 2  # by a scheduler, after the step
@@ -209,7 +205,7 @@ def test_a_state_that_is_saved_when_curvature_is_turned_on_continues(kind: type)
 
 def test_hidden_matrices_stay_orthogonal_until_there_is_curvature() -> None:
     """This includes a step in which curvature is turned on after the forward pass."""
-    model = network()
+    model = seeded_build(Net)
     opt = built(KFAC, model, momentum=0.0, damping=0.01, **OFF)
     opt.register_step_pre_hook(lambda opt, *_: opt.param_groups[0].update(inv_update_steps=1))
     (gradient,), moved = followed(opt, model, 1)

@@ -18,17 +18,6 @@ from tests.support.oracles.curvlinops import curvlinops_blocks
 from tests.support.oracles.kfac import example_rows, expected_factors, factors, kron, objective
 
 
-def checked(model, x, y, loss, **keywords):
-    """Check that the factors and dense blocks after one step of KFAC are those of the definitions."""
-    approx, terms = keywords.get("approx", "expand"), keywords.get("loss_terms", 1)
-    expected = expected_factors(twin(model), x, y, loss, approx=approx, loss_terms=terms)
-    opt = one_step(model, x, y, loss, **keywords)
-    assert_factors(all_factors(opt, model), expected)
-    for name, (A, B) in expected.items():
-        assert_close(opt.dense_curvature(name), kron(B, A), what=f"dense block of {name!r}")
-    return opt
-
-
 @pairs(
     kind=["ce", "mse", "bce"],
     reduction=["mean", "sum"],
@@ -55,10 +44,18 @@ def test_mlp_equals_definitions_and_curvlinops(kind, reduction, approx, bias):
 @pytest.mark.parametrize("approx", ["expand", "reduce"])
 def test_the_number_of_terms_undoes_a_mean_over_positions(approx):
     """Positions have an axis of their own, or are part of the batch axis of the layers."""
-    x, y = noise(4, 5, 3), labels(20, 3).view(4, 5)
-    checked(seeded_build(Tokens), x, y, F.cross_entropy, approx=approx, loss_terms=5)
+    x = noise(4, 5, 3)
     flat = nn.Sequential(nn.Flatten(0, 1), nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2), nn.Unflatten(0, (-1, 5)))
-    checked(seeded_build(lambda: flat), x, noise(4, 5, 2, seed=1), F.mse_loss, approx=approx, loss_terms=10)
+    for build, y, loss, terms in (
+        (Tokens, labels(20, 3).view(4, 5), F.cross_entropy, 5),
+        (lambda: flat, noise(4, 5, 2, seed=1), F.mse_loss, 10),
+    ):
+        model = seeded_build(build)
+        expected = expected_factors(twin(model), x, y, loss, approx=approx, loss_terms=terms)
+        opt = one_step(model, x, y, loss, approx=approx, loss_terms=terms)
+        assert_factors(all_factors(opt, model), expected)
+        for name, (A, B) in expected.items():
+            assert_close(opt.dense_curvature(name), kron(B, A), what=f"dense block of {name!r}")
 
 
 def test_a_frozen_layer_has_no_block():

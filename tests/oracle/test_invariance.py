@@ -17,11 +17,7 @@ from tests.support.oracles.fisher import cross_entropy as summed
 from tests.support.oracles.kfac import covered_names, layer_values
 
 few = settings(derandomize=True, max_examples=8, deadline=None)
-METHODS = {
-    "kfac": plain_kfac,
-    "ekfac": plain_ekfac,
-    "running": partial(plain_ekfac, estimator="running"),
-}
+METHODS = {"kfac": plain_kfac, "ekfac": plain_ekfac, "running": partial(plain_ekfac, estimator="running")}
 BUILDS = {
     "mlp": (lambda: mlp((4, 5, 3)), vectors),
     "convnet": (lambda: convnet(stride=2, padding=1), images),

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from secondorder import EKFAC, KFAC
+from tests.support.oracles.kfac import layer_values
 
 LAYERS, N, WIDTH, DAMPING = 5, 20, 6, 0.3
 
@@ -30,12 +31,11 @@ def rows_of(model, x, y):
 
 def moved(model, optimizer, x, y):
     """The step of each layer as a matrix, for a learning rate of 1."""
-    before = [torch.cat([m.weight, m.bias[:, None]], 1).detach().clone() for m in model[::2]]
+    before = [layer_values(layer) for layer in model[::2]]
     optimizer.zero_grad()
     (model(x) - y).square().sum(1).mean().backward()
     optimizer.step()
-    after = [torch.cat([m.weight, m.bias[:, None]], 1).detach() for m in model[::2]]
-    return [a - b for a, b in zip(before, after, strict=True)]
+    return [values - layer_values(layer) for values, layer in zip(before, model[::2], strict=True)]
 
 
 PLAIN = {

@@ -14,16 +14,7 @@ from secondorder import EKFAC, KFAC
 from tests.support import kfac
 from tests.support.building import built
 from tests.support.grid import each
-from tests.support.kfac import (
-    all_factors,
-    assert_close,
-    labels,
-    layer_state,
-    next_directions,
-    noise,
-    plain_kfac,
-    train_step,
-)
+from tests.support.kfac import all_factors, assert_close, labels, layer_state, noise, plain_kfac, train_step
 from tests.support.models import mlp, vectors
 from tests.support.oracles.kfac import expected_factors, solve_exact, solve_pi
 from tests.support.saving import through_a_file
@@ -44,13 +35,8 @@ def batches(count):
     return [(noise(16, 12, seed=seed).float(), labels(16, 4, seed)) for seed in range(count)]
 
 
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(12, 10), nn.Tanh(), nn.Linear(10, 4))
-
-
 def start(name, **keywords):
-    (cls, own), model = METHODS[name], net()
+    (cls, own), model = METHODS[name], mlp((12, 10, 4)).float()
     return model, built(cls, model, **OPTIONS, **own, **keywords)
 
 
@@ -65,7 +51,7 @@ def same(model, other):
 
 
 def test_the_running_mean_is_rounded_once_per_update():
-    low, full = net(), net()
+    low, full = mlp((12, 10, 4)).float(), mlp((12, 10, 4)).float()
     opt = built(KFAC, low, **{**OPTIONS, "lr": 0.0}, factor_dtype=torch.bfloat16)
     expected, total = {}, 0.0
     for x, y in batches(4):
@@ -91,7 +77,7 @@ def test_the_error_of_a_direction_is_rounding_times_the_condition_number(method,
     inverse = "eigen" if method is solve_exact else "cholesky"
     opt = plain_kfac(model, damping=0.1, inverse_method=inverse, **{which: torch.bfloat16})
     expected = expected_factors(mlp(), x, y, F.cross_entropy)
-    for name, (gradient, found) in next_directions(opt, model, x.float(), y, F.cross_entropy).items():
+    for name, (gradient, found) in kfac.next_directions(opt, model, x.float(), y, F.cross_entropy).items():
         A, G = expected[name]
         wanted = method(G, A, gradient.double(), 0.1)
         largest = float(torch.linalg.eigvalsh(A)[-1] * torch.linalg.eigvalsh(G)[-1])
@@ -111,7 +97,7 @@ def test_training_with_half_the_bytes_is_similar_and_with_triangles_identical(na
     models, opts = {}, {}
     for kind, keywords in stored.items():
         models[kind], opts[kind] = train(*start(name, **keywords), on)
-    first, losses = loss_of(net()), [loss_of(models["whole"]), loss_of(models["low"])]
+    first, losses = loss_of(mlp((12, 10, 4)).float()), [loss_of(models["whole"]), loss_of(models["low"])]
     assert losses[0] < first
     assert abs(losses[1] - losses[0]) < 0.1 * (first - losses[0])
     assert same(models["whole"], models["packed"])

@@ -15,6 +15,9 @@ from secondorder.curvature import factors
 from secondorder.curvature import refresh as module
 from secondorder.curvature.factorization import factorise
 from tests.support.building import built
+from tests.support.models import mlp
+from tests.support.oracles.kfac import pi_factors
+from tests.support.quadratic import flat
 
 INTERVAL, LAG = 20, 2
 METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -26,11 +29,6 @@ METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     "running": (EKFAC, {"estimator": "running"}),
 }
 every_method = pytest.mark.parametrize("name", METHODS)
-
-
-def _net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
 
 
 def _make(name: str, model: nn.Module, **options: Any) -> Any:
@@ -55,7 +53,7 @@ def _train(model: nn.Module, opt: Any, start: int, stop: int, after: Callable[[i
 
 def _begun(name: str, stop: int = INTERVAL + 1, **options: Any) -> tuple[nn.Module, Any]:
     """A model and its optimizer after some steps, by default with a refresh in progress."""
-    model = _net()
+    model = mlp((5, 6, 3))
     opt = _make(name, model, **options)
     _train(model, opt, 0, stop)
     return model, opt
@@ -72,12 +70,8 @@ def _states(opt: Any) -> list[dict[str, Any]]:
     return [opt.state[block.owner] for block in opt.blocks.values()]
 
 
-def _parameters(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
 def _undisturbed(name: str, stop: int = 2 * INTERVAL + 5) -> Tensor:
-    return _parameters(_begun(name, stop)[0])
+    return flat(_begun(name, stop)[0].parameters())
 
 
 def _found(opt: Any) -> list[Tensor]:
@@ -95,15 +89,12 @@ def _found(opt: Any) -> list[Tensor]:
 
 
 def _wanted(opt: Any) -> list[Tensor]:
-    """The same from the current factors, by textbook formulas."""
+    """The same from the current factors, by explicit inverses."""
     wanted = []
     for block in opt.blocks.values():
         a, g = (block.factor(side).clone() for side in "ag")
         if block.group.get("inverse_method") == "cholesky":
-            mean_a, mean_g = a.trace() / len(a), g.trace() / len(g)
-            pi, root = (mean_a / mean_g).sqrt(), block.group["damping"] ** 0.5
-            a = torch.linalg.inv(a + pi * root * torch.eye(len(a), dtype=a.dtype))
-            g = torch.linalg.inv(g + root / pi * torch.eye(len(g), dtype=g.dtype))
+            g, a = map(torch.linalg.inv, pi_factors(g, a, block.group["damping"]))
         wanted += [a, g]
     return wanted
 
@@ -113,8 +104,7 @@ def _wanted(opt: Any) -> list[Tensor]:
     [*((name, INTERVAL, LAG) for name in METHODS), ("eigen", 3, 1), ("ekfac", 1, 1), ("cholesky", 1, 1)],
 )
 def test_the_factors_of_one_step_are_adopted_a_fixed_number_of_steps_later(name: str, interval: int, lag: int) -> None:
-    model = _net()
-    opt = _make(name, model, inv_update_steps=interval)
+    model, opt = _begun(name, 0, inv_update_steps=interval)
     factors, in_force = [], []
 
     def look(t: int) -> None:
@@ -158,12 +148,12 @@ def test_results_do_not_depend_on_how_long_the_work_takes(name: str, device: str
     """On a GPU, the work has a stream of its own."""
     found = []
     for lazy in (False, True):
-        model = _net().to(device)
+        model = mlp((5, 6, 3)).to(device)
         opt = _make(name, model)
         if lazy:
             opt.preconditioner.refresher.background = _Lazy()
         _train(model, opt, 0, 2 * INTERVAL + 5)
-        found.append(_parameters(model))
+        found.append(flat(model.parameters()))
     assert torch.equal(*found)
 
 
@@ -184,9 +174,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 @every_method
 def test_steps_before_the_adoption_do_not_wait(name: str, gate: threading.Event) -> None:
-    model = _net()
-    opt = _make(name, model, inv_update_steps=10 * LAG)
-    _train(model, opt, 0, INTERVAL + LAG)  # with a wait this would never end
+    model, opt = _begun(name, INTERVAL + LAG)  # with a wait this would never end
     before = _found(opt)
     assert opt.memory_usage()["pending"] > 0
     gate.set()
@@ -234,7 +222,7 @@ def test_a_refresh_that_is_discarded_is_computed_again_from_its_copies_or_forgot
     rises = _rises(model, opt, INTERVAL + LAG, INTERVAL + LAG + 2)
     assert rises == ([] if how == "forgotten" else [INTERVAL + LAG])
     if how == "error":
-        assert torch.equal(_parameters(model), _undisturbed("eigen", INTERVAL + LAG + 2))
+        assert torch.equal(flat(model.parameters()), _undisturbed("eigen", INTERVAL + LAG + 2))
 
 
 def _not_ok(*args: Any) -> Any:
@@ -245,8 +233,7 @@ def test_a_first_refresh_that_failed_waits_for_another_estimate_and_the_limit_ra
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "factorise", _not_ok)
-    model, failed = _net(), []
-    opt = _make("eigen", model, factor_update_steps=4, max_failures=3)
+    (model, opt), failed = _begun("eigen", 0, factor_update_steps=4, max_failures=3), []
     _train(model, opt, 0, 5, lambda t: failed.append(opt.preconditioner.refresher.failed))
     assert failed == [2, 2, 2, 2, 4]
     assert [state["refreshes"] for state in _states(opt)] == [0, 0]
@@ -278,7 +265,7 @@ def test_factors_that_cannot_be_factorized_leave_the_last_good_curvature() -> No
 
 @pytest.mark.parametrize(("before", "after"), [(True, False), (False, True)])
 def test_checkpoints_load_with_and_without_overlap(before: bool, after: bool) -> None:
-    (model, opt), other = _begun("eigen", overlap=before), _net()
+    (model, opt), other = _begun("eigen", overlap=before), mlp((5, 6, 3))
     loaded = _make("eigen", other, overlap=after)
     loaded.load_state_dict(opt.state_dict())
     other.load_state_dict(model.state_dict())
@@ -298,7 +285,7 @@ def test_after_a_skipped_step_the_next_one_adopts() -> None:
 
 @every_method
 def test_a_model_may_be_cast_while_a_refresh_is_in_progress(name: str) -> None:
-    model = _net().float()
+    model = mlp((5, 6, 3)).float()
     opt = _make(name, model)
     _train(model.double(), opt, 0, INTERVAL + 1)
     before = _found(opt)
@@ -333,15 +320,14 @@ def test_newer_curvature_is_not_replaced_by_an_older_refresh() -> None:
 
 
 def test_the_scale_is_measured_again_in_every_adopted_basis() -> None:
-    model = _net()
-    opt = _make("recompute", model, factor_update_steps=10, scale_update_steps=10)
+    model, opt = _begun("recompute", 0, factor_update_steps=10, scale_update_steps=10)
     rises = _rises(model, opt, 0, 2 * INTERVAL + LAG + 1, "scale_updates")
     assert rises == [0, 10, 20, INTERVAL + LAG, 30, 40, 2 * INTERVAL + LAG]
     assert _states(opt)[0]["scale_weight"] == 8.0  # of this step's examples alone
 
 
 def test_blocks_with_short_intervals_do_not_wait_for_those_with_long_ones() -> None:
-    model = _net()
+    model = mlp((5, 6, 3))
     first, last = list(model[0].parameters()), list(model[2].parameters())
     groups = [{"params": last, "inv_update_steps": 40}, {"params": first, "inv_update_steps": 10}]
     opt = KFAC(groups, module=model, lr=0.02, damping=0.1, factor_update_steps=1, overlap=True)
@@ -357,7 +343,7 @@ def test_a_fork_continues_from_the_copies_and_close_ends_the_thread() -> None:
         job._process = -1  # as in a child process, where the thread does not exist
     opt.preconditioner.refresher.background._process = -1
     _train(model, opt, INTERVAL + 1, INTERVAL + LAG + 1)
-    assert torch.equal(_parameters(model), _undisturbed("eigen", INTERVAL + LAG + 1))
+    assert torch.equal(flat(model.parameters()), _undisturbed("eigen", INTERVAL + LAG + 1))
     _, other = _begun("eigen")
     thread = other.preconditioner.refresher.background._thread
     other.close()
@@ -366,17 +352,17 @@ def test_a_fork_continues_from_the_copies_and_close_ends_the_thread() -> None:
 
 
 def test_overlap_needs_memory_for_copies_of_the_factors() -> None:
-    plain, overlapping = (_make("eigen", _net(), overlap=o).memory_usage() for o in (False, True))
+    plain, overlapping = (_make("eigen", mlp((5, 6, 3)), overlap=o).memory_usage() for o in (False, True))
     assert overlapping["factors"] == 2 * plain["factors"]
     assert overlapping["second_order"] == plain["second_order"]
 
 
 def test_incompatible_options_and_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="overlap=True computes a basis from scratch, but basis_update='qr' improves"):
-        EKFAC(_net(), overlap=True, refresh=RefreshOptions(basis_update="qr"))
+        EKFAC(mlp((5, 6, 3)), overlap=True, refresh=RefreshOptions(basis_update="qr"))
     with pytest.raises(TypeError, match="overlap"):
-        KFAC(_net(), overlap="yes")
-    assert "Drop overlap=True" in (KFAC(_net(), overlap=True).reason_against_roles() or "")
+        KFAC(mlp((5, 6, 3)), overlap="yes")
+    assert "Drop overlap=True" in (KFAC(mlp((5, 6, 3)), overlap=True).reason_against_roles() or "")
     monkeypatch.setattr(factors, "DEVICES", ())
     with pytest.raises(ValueError, match="needs a device that does two things at a time, and cpu does not"):
-        KFAC(_net(), overlap=True)
+        KFAC(mlp((5, 6, 3)), overlap=True)

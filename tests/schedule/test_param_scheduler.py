@@ -14,16 +14,13 @@ from torch.optim import SGD, Adam, Optimizer, lr_scheduler
 from secondorder import KFAC, MFAC, AdaptationOptions
 from secondorder.schedule import ParamScheduler, damping_decay
 from tests.support.building import built
+from tests.support.kfac import train_step
+from tests.support.models import mlp, vectors
 from tests.support.saving import through_a_file
 from tests.support.tasks import assert_identical, values
 from tests.support.warned import silent
 
 Build = Callable[..., Optimizer]
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
 
 
 def kfac(model: nn.Module, **options: Any) -> Optimizer:
@@ -43,18 +40,14 @@ BUILDS = [sgd, kfac, mfac]
 
 
 def two_groups(kind: type[Optimizer] = SGD, **options: Any) -> Optimizer:
-    model = network()
+    model = mlp((5, 4, 3))
     groups = [{"params": list(model[0].parameters())}, {"params": list(model[2].parameters())}]
     more = {"module": model, "damping": 1e-2} if kind is KFAC else {}
     return kind(groups, **{"lr": 0.05, **more, **options})
 
 
 def train(model: nn.Module, optimizer: Optimizer, step: int) -> None:
-    data = torch.Generator().manual_seed(step)
-    x, y = torch.randn(8, 5, dtype=torch.float64, generator=data), torch.randint(3, (8,), generator=data)
-    optimizer.zero_grad()
-    nn.functional.cross_entropy(model(x), y).backward()
-    optimizer.step()
+    train_step(optimizer, model, *vectors(8, 5, seed=step), nn.functional.cross_entropy)
 
 
 def held(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -84,7 +77,7 @@ def test_a_function_gives_the_value_of_each_step(build: Build) -> None:
     """It is called once per step, with an int."""
     calls: list[Any] = []
     values = [0.1 * 0.5**t for t in range(5)]
-    schedule = ParamScheduler(build(network()), weight_decay=lambda t: calls.append(t) or values[t])
+    schedule = ParamScheduler(build(mlp((5, 4, 3))), weight_decay=lambda t: calls.append(t) or values[t])
     assert followed(schedule, "weight_decay", 4) == [[value] for value in values]
     assert calls == [0, 1, 2, 3, 4]
     assert all(type(step) is int for step in calls)
@@ -92,21 +85,21 @@ def test_a_function_gives_the_value_of_each_step(build: Build) -> None:
 
 def test_milestones_hold_until_the_next() -> None:
     """Before the first one, the value is not changed."""
-    schedule = ParamScheduler(kfac(network()), inv_update_steps={3: 5, 0: 10, 5: 100})
+    schedule = ParamScheduler(kfac(mlp((5, 4, 3))), inv_update_steps={3: 5, 0: 10, 5: 100})
     assert followed(schedule, "inv_update_steps", 6) == [[v] for v in (10, 10, 10, 5, 5, 100, 100)]
-    optimizer = kfac(network(), damping=0.3)
+    optimizer = kfac(mlp((5, 4, 3)), damping=0.3)
     schedule = ParamScheduler(optimizer, damping={2: 0.1})
     assert option(optimizer, "damping") == [0.3]
     optimizer.param_groups[0]["damping"] = 0.25  # by hand, or by adaptation
     assert followed(schedule, "damping", 2) == [[0.25], [0.25], [0.1]]
     optimizer.param_groups[0]["damping"] = 123.0
     assert followed(schedule, "damping", 1)[1] == [0.1]  # whatever changed it in between
-    growing = ParamScheduler(mfac(network(), window_size=2), window_size={0: 2, 3: 5})
+    growing = ParamScheduler(mfac(mlp((5, 4, 3)), window_size=2), window_size={0: 2, 3: 5})
     assert followed(growing, "window_size", 3)[2:] == [[2], [5]]
 
 
 def test_several_options_may_be_scheduled_together() -> None:
-    optimizer = kfac(network())
+    optimizer = kfac(mlp((5, 4, 3)))
     schedule = ParamScheduler(
         optimizer,
         damping=lambda t: 10.0**-t,
@@ -131,7 +124,7 @@ def test_several_options_may_be_scheduled_together() -> None:
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_a_list_has_one_schedule_per_group(kind: type) -> None:
     """One schedule without a list serves all groups; it may be any callable, for any option, even the user's own."""
-    optimizer = SGD([{"params": network().parameters(), "temperature": 1.0}], lr=0.1)
+    optimizer = SGD([{"params": mlp((5, 4, 3)).parameters(), "temperature": 1.0}], lr=0.1)
     assert followed(ParamScheduler(optimizer, temperature=[0.5, 0.25].__getitem__), "temperature", 1)[1] == [0.25]
     schedule = ParamScheduler(two_groups(), lr=lambda t: 0.1 / (t + 1))
     assert followed(schedule, "lr", 1)[1] == [0.05, 0.05]
@@ -154,7 +147,7 @@ def test_a_tensor_is_filled_in_place(build: Build) -> None:
     """The function may return a number, or the same tensor each time, which it changes."""
     source = torch.ones(1, dtype=torch.float64)
     for rate in (lambda t: 0.5**t, lambda t: source.fill_(0.5**t)):
-        optimizer = build(network(), lr=torch.tensor(0.05))
+        optimizer = build(mlp((5, 4, 3)), lr=torch.tensor(0.05))
         (inside,) = option(optimizer, "lr")
         schedule = ParamScheduler(optimizer, lr=rate)
         for step in range(3):
@@ -184,7 +177,7 @@ def test_groups_that_share_a_tensor_get_their_own_for_their_own_schedules() -> N
 @pytest.mark.parametrize("build", [sgd, kfac])
 def test_numbers_of_other_libraries_become_python_numbers(build: Build) -> None:
     for make in (np.float32, np.float64, np.array, torch.tensor, lambda x: torch.tensor([x])):
-        optimizer = build(network())
+        optimizer = build(mlp((5, 4, 3)))
         ParamScheduler(optimizer, lr=lambda t: make(0.25), weight_decay={0: make(0.5)})  # noqa: B023
         group = optimizer.param_groups[0]
         assert (group["lr"], group["weight_decay"]) == (0.25, 0.5)
@@ -199,7 +192,7 @@ def test_numbers_of_other_libraries_become_python_numbers(build: Build) -> None:
 @pytest.mark.parametrize("build", BUILDS)
 def test_it_works_together_with_other_schedulers(build: Build, first: bool) -> None:
     """They set what they set alone, and a second `ParamScheduler` may take two steps at a time."""
-    model, twin = network(), network()
+    model, twin = mlp((5, 4, 3)), mlp((5, 4, 3))
     optimizer, plain = build(model), build(twin)
     makers = [
         lambda: ParamScheduler(optimizer, weight_decay=lambda t: 0.01 * t),
@@ -232,13 +225,13 @@ def test_options_that_cannot_be_scheduled_are_refused_by_name() -> None:
     for build in BUILDS:
         unknown = {"weight_decay": lambda t: 0.1, "dampening_factor": lambda t: 1.0}
         known = r"'dampening_factor' is not an option.*lr, .*momentum, .*weight_decay"
-        refused(build(network()), ValueError, known, **unknown)
+        refused(build(mlp((5, 4, 3))), ValueError, known, **unknown)
         for key in ("params", "param_names", "initial_lr", "fallback_base_lr"):
-            refused(build(network()), ValueError, f"'{key}' cannot be scheduled", **{key: lambda t: 1.0})
+            refused(build(mlp((5, 4, 3))), ValueError, f"'{key}' cannot be scheduled", **{key: lambda t: 1.0})
     other = two_groups()
     other.param_groups[0]["mine"] = 1.0
     refused(other, ValueError, "'mine' is not an option of every", mine=lambda t: 1.0)
-    refused(kfac(network()), ValueError, "cannot be scheduled", inverse_method={0: "eigen", 5: "cholesky"})
+    refused(kfac(mlp((5, 4, 3))), ValueError, "cannot be scheduled", inverse_method={0: "eigen", 5: "cholesky"})
 
 
 BAD_MILESTONES: list[tuple[Any, type[Exception], str]] = [
@@ -253,15 +246,15 @@ BAD_MILESTONES: list[tuple[Any, type[Exception], str]] = [
 
 def test_invalid_schedules_and_optimizers_are_refused() -> None:
     for schedule in (0.1, "linear", None, {1, 2}, torch.tensor(1.0), [0.1], [None]):
-        refused(sgd(network()), TypeError, "lr: a schedule is a function", momentum=lambda t: 0.5, lr=schedule)
+        refused(sgd(mlp((5, 4, 3))), TypeError, "lr: a schedule is a function", momentum=lambda t: 0.5, lr=schedule)
     for milestones, error, match in BAD_MILESTONES:
-        refused(sgd(network()), error, match, momentum=lambda t: 0.5, lr=milestones)
+        refused(sgd(mlp((5, 4, 3))), error, match, momentum=lambda t: 0.5, lr=milestones)
     for count in (0, 1, 3):
         refused(two_groups(), ValueError, f"one schedule per group, got {count} for 2", lr=[{0: 0.1}] * count)
     for value in (torch.ones(2), "0.1", None):
         optimizer = two_groups(lr=torch.tensor(0.05))
         refused(optimizer, (TypeError, ValueError), "lr must be", momentum={0: 0.5}, lr=[{0: 0.1}, {0: value}])
-    for wrong in (network(), None, [{"params": [], "lr": 1.0}]):
+    for wrong in (mlp((5, 4, 3)), None, [{"params": [], "lr": 1.0}]):
         with pytest.raises(TypeError, match="must be a torch.optim.Optimizer"):
             ParamScheduler(wrong, lr=lambda t: 0.1)
 
@@ -279,7 +272,7 @@ BAD_VALUES: list[tuple[str, Any, type[Exception]]] = [
 @pytest.mark.parametrize(("key", "value", "error"), BAD_VALUES)
 def test_values_that_the_constructor_refuses_are_refused(key: str, value: Any, error: type[Exception]) -> None:
     """They are refused at construction, even for later milestones, or at the step at which a function returns them."""
-    optimizer = kfac(network())
+    optimizer = kfac(mlp((5, 4, 3)))
     for schedule in ({0: value}, {3: value}, lambda t: value):
         refused(optimizer, error, key, kl_clip=lambda t: 0.5, **{key: schedule})
     good = optimizer.param_groups[0][key]
@@ -297,9 +290,9 @@ def test_options_that_exclude_each_other_are_refused() -> None:
     """An invalid value for one group does not affect the others, and groups of one window must agree."""
     refused(two_groups(KFAC), ValueError, "damping must be .*got -1", damping=[{0: 1.0}, {0: -1.0}])
     never = {"nesterov": {0: True, 5: True}, "momentum": {3: 0.0}}
-    refused(kfac(network(), momentum=0.9), ValueError, "nesterov needs momentum", **never)
-    refused(kfac(network(), inner="adamw"), ValueError, "graft='sgd' and inner='adamw'", graft={4: "sgd"})
-    decoupled = mfac(network(), decoupled_weight_decay=True)
+    refused(kfac(mlp((5, 4, 3)), momentum=0.9), ValueError, "nesterov needs momentum", **never)
+    refused(kfac(mlp((5, 4, 3)), inner="adamw"), ValueError, "graft='sgd' and inner='adamw'", graft={4: "sgd"})
+    decoupled = mfac(mlp((5, 4, 3)), decoupled_weight_decay=True)
     refused(decoupled, ValueError, "exclude each other", weight_decay_mode={0: "legacy"})
     refused(two_groups(MFAC), ValueError, "agree on damping, got 0.1 and 0.2", damping=[{0: 0.1}, {0: 0.2}])
     ParamScheduler(two_groups(MFAC), damping=[{0: 0.1}, {0: 0.1}])
@@ -314,7 +307,7 @@ def test_options_that_exclude_each_other_are_refused() -> None:
 )
 def test_an_error_at_a_step_changes_nothing(build: Build, failing: dict[str, Any], error: type[Exception]) -> None:
     """The groups are not replaced, not even for the check."""
-    optimizer = build(network())
+    optimizer = build(mlp((5, 4, 3)))
     groups, first = optimizer.param_groups, optimizer.param_groups[0]
     schedule = ParamScheduler(optimizer, momentum=lambda t: 0.5 / (t + 1), **failing)
     schedule.step()
@@ -330,13 +323,13 @@ def test_an_error_at_a_step_changes_nothing(build: Build, failing: dict[str, Any
 def test_a_scheduled_damping_without_a_mode_warns_about_its_unit() -> None:
     """Without ``damping``, K-FAC interprets the number as a multiple of the mean eigenvalue."""
     with pytest.warns(UserWarning, match="multiples of the mean eigenvalue"):
-        ParamScheduler(KFAC(network(), lr=0.1), damping=lambda t: 1e-3)
+        ParamScheduler(KFAC(mlp((5, 4, 3)), lr=0.1), damping=lambda t: 1e-3)
     with silent():
-        ParamScheduler(KFAC(network(), lr=0.1, damping=1e-2), damping=lambda t: 1e-3)
-        ParamScheduler(KFAC(network(), lr=0.1, damping_mode="relative"), damping=lambda t: 5.0)
-        ParamScheduler(KFAC(network(), lr=0.1), damping=lambda t: 1e-3, damping_mode={0: "absolute"})
-        ParamScheduler(KFAC(network(), lr=0.1), kl_clip=lambda t: 1e-3)
-        ParamScheduler(mfac(network()), damping=lambda t: 1e-3)
+        ParamScheduler(KFAC(mlp((5, 4, 3)), lr=0.1, damping=1e-2), damping=lambda t: 1e-3)
+        ParamScheduler(KFAC(mlp((5, 4, 3)), lr=0.1, damping_mode="relative"), damping=lambda t: 5.0)
+        ParamScheduler(KFAC(mlp((5, 4, 3)), lr=0.1), damping=lambda t: 1e-3, damping_mode={0: "absolute"})
+        ParamScheduler(KFAC(mlp((5, 4, 3)), lr=0.1), kl_clip=lambda t: 1e-3)
+        ParamScheduler(mfac(mlp((5, 4, 3))), damping=lambda t: 1e-3)
 
 
 # ---------------------------------------------------------------- resume
@@ -351,7 +344,7 @@ def test_a_resumed_run_goes_on_exactly(build: Build, order: str) -> None:
     moves = {"weight_decay": lambda t: 0.01 * t, "momentum": {2: 0.5, 5: 0.25}, "nesterov": {0: False}}
 
     def fresh() -> tuple[nn.Module, Optimizer, ParamScheduler]:
-        model = network()
+        model = mlp((5, 4, 3))
         optimizer = build(model)
         return model, optimizer, ParamScheduler(optimizer, **moves)
 
@@ -381,7 +374,7 @@ def test_a_resumed_run_goes_on_exactly(build: Build, order: str) -> None:
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_states_of_later_and_earlier_steps_can_be_loaded(as_tensor: bool) -> None:
     """Loading fills a tensor in place and does not change its argument."""
-    optimizer = sgd(network(), lr=torch.tensor(0.05) if as_tensor else 0.05)
+    optimizer = sgd(mlp((5, 4, 3)), lr=torch.tensor(0.05) if as_tensor else 0.05)
     schedule = ParamScheduler(optimizer, lr=lambda t: 0.5**t)
     inside = option(optimizer, "lr")[0]
     for step in (3, 0):
@@ -406,7 +399,7 @@ BAD_STATES: list[tuple[Any, type[Exception]]] = [
 
 
 def test_an_invalid_state_changes_nothing() -> None:
-    optimizer = kfac(network())
+    optimizer = kfac(mlp((5, 4, 3)))
     schedule = ParamScheduler(optimizer, kl_clip=lambda t: 1.0 + t, damping=lambda t: 0.1 if t < 9 else -1.0)
     schedule.step()
     before = held(optimizer)
@@ -419,7 +412,7 @@ def test_an_invalid_state_changes_nothing() -> None:
 
 def test_copies_schedule_their_own_optimizer() -> None:
     rate = damping_decay(10.0, 1.0, decay_steps=4)  # a function that can be pickled
-    optimizer = Adam(network().parameters(), lr=0.1)
+    optimizer = Adam(mlp((5, 4, 3)).parameters(), lr=0.1)
     schedule = ParamScheduler(optimizer, lr=rate, betas={0: (0.8, 0.9), 3: (0.9, 0.99)})
     schedule.step()
     for twin in (copy.deepcopy(schedule), pickle.loads(pickle.dumps(schedule))):
