@@ -142,14 +142,35 @@ def test_a_copy_is_joinable_and_not_in_a_join() -> None:
 
 
 @on_every_rank(2)
-def test_ranks_without_data_follow_an_interval_that_changes(rank: int, world: int) -> None:
-    """It changes on the rank that still has data, and the other rank has to measure in the same steps."""
-    run = Run(keywords={"factor_update_steps": 4, "inv_update_steps": 8, "refresh_warmup": False})
+def test_ranks_without_data_follow_options_that_change(rank: int, world: int) -> None:
+    """They change on the rank that still has data, and the other rank has to measure in the same steps."""
+    rate, own = torch.tensor(0.05, dtype=torch.float64), {"factor_update_steps": 4, "inv_update_steps": 8}
+    run = Run(keywords={**own, "lr": rate, "graft": "adam", "refresh_warmup": False})
     model, optimizer, joinables = joined(rank, world, "comm", run)
+    (group,) = optimizer.param_groups
     with Join(joinables):
         train(model, optimizer, rank, world, run, 0, 4)
         if rank == 0:
             train(model, optimizer, rank, world, run, 4, 6)
-            optimizer.param_groups[0]["factor_update_steps"] = 3
+            group.update(factor_update_steps=3, betas=(0.5, 0.75))
+            rate.fill_(0.02)
             train(model, optimizer, rank, world, run, 6, 10)
+            group.update(inv_update_steps=12)  # after the last step
+    assert group["lr"] is rate
+    assert (float(rate), group["betas"], group["graft"]) == (0.02, (0.5, 0.75), "adam")
+    assert (group["factor_update_steps"], group["inv_update_steps"]) == (3, 12)
     assert_identical(*everywhere(flat(model)))
+
+
+@on_every_rank(2)
+def test_ranks_without_data_adopt_sparse_and_missing_gradients(rank: int, world: int) -> None:
+    p, q, frozen = (nn.Parameter(torch.zeros(2), requires_grad=trains) for trains in (True, True, False))
+    optimizer = build("mfac", [p, q, frozen], STRATEGIES["comm"](), graft="sgd", momentum=0.0, lr=0.5)
+    with Join([optimizer]):
+        if rank == 0:
+            p.grad = torch.tensor([0.0, 4.0]).to_sparse()
+            optimizer.step()
+    assert p.tolist() == [0.0, -2.0]
+    assert q.grad is None
+    assert p.grad is not None
+    assert p.grad.to_dense().tolist() == [0.0, 4.0]
