@@ -9,18 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.checkpoints import (
-    COPIERS,
-    COPIES,
-    Build,
-    Pair,
-    Way,
-    assert_goes_on,
-    assert_same_run,
-    builder,
-    steps_of,
-    through_pickle,
-)
+from tests.support import checkpoints
+from tests.support.checkpoints import COPIERS, COPIES, Build, Pair, Way, assert_goes_on, builder, steps_of
 from tests.support.methods import Method, Variant
 from tests.support.tasks import TRANSFORMER, Task, assert_identical, snapshot, train, values
 
@@ -32,8 +22,6 @@ def hook_tables(model: nn.Module) -> list[dict[int, Any]]:
 
 
 # ------------------------------------------------------------------------------------------------------ The model alone
-
-
 def test_a_copied_model_computes_the_same_without_any_hook(method: Method, task: Task) -> None:
     """It has no trace of the optimizer, and another optimizer trains it like any model."""
     fresh = method.trained(task, 4)
@@ -123,14 +111,12 @@ def test_a_copy_of_a_single_hook_does_nothing(method: Method, mlp: Task) -> None
     assert bool(hooks) == method.layerwise
     for hook in hooks:
         assert b"secondorder" not in pickle.dumps(hook)
-        for copier in (copy.deepcopy, through_pickle):
+        for copier in (copy.deepcopy, checkpoints.through_pickle):
             assert copier(hook)(model, (), {}, None) is None
     optimizer.detach()
 
 
 # -------------------------------------------------------------------------------------------------------- The optimizer
-
-
 @pytest.mark.cover(way=COPIES)
 def test_attached_copy_goes_on_exactly(method: Method, variant: Variant, task: Task, way: Way) -> None:
     model, optimizer = assert_goes_on(builder(method, task, **variant.keywords), steps_of(task), 5, 10, way)
@@ -154,7 +140,7 @@ def test_a_copied_window_continues_and_loads_without_attach(
         train(*later, mlp, 3)
         later[1].load_state_dict(earlier)
         later[0].load_state_dict(parameters)
-        assert_same_run(later, (model, optimizer))
+        checkpoints.assert_same_run(later, (model, optimizer))
         return model, optimizer
 
     assert_goes_on(build, steps_of(mlp), 5, 10, copied)
@@ -210,8 +196,6 @@ def test_attach_refuses_a_module_without_the_parameters(method: Method, mlp: Tas
 
 
 # ------------------------------------------------------------------------------------------- Options of the constructor
-
-
 @pytest.mark.option("skip_layers")
 @pytest.mark.cover(generations=[1, 2], copier=COPIERS)
 def test_copies_skip_a_layer_that_was_passed_as_a_module(

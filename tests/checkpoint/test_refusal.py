@@ -59,6 +59,15 @@ def of_another_width(method: Method, task: Task) -> Saved:
     return saved
 
 
+def refuse(optimizer: Any, saved: Saved, *words: str) -> None:
+    before, untouched = snapshot(optimizer), copy.deepcopy(saved)
+    with pytest.raises(ValueError) as refusal:
+        optimizer.load_state_dict(saved)
+    assert [word for word in words if word not in str(refusal.value)] == []
+    assert_identical(snapshot(optimizer), before)
+    assert_identical(saved, untouched)
+
+
 #: Functions that build a checkpoint, and words of the error.
 WRONG: dict[str, tuple[Callable[[Method, Task], Saved], list[str]]] = {
     "saved by SGD": (of(lambda model: torch.optim.SGD(model.named_parameters(), 0.1, momentum=0.9)), ["{landmark}"]),
@@ -122,16 +131,6 @@ def test_every_difference_is_listed_at_once(method: Method, mlp: Task) -> None:
     refuse(method.build(mlp.model()), saved, "renamed.weight")
 
 
-def refuse(optimizer: Any, saved: Saved, *words: str) -> None:
-    before, untouched = snapshot(optimizer), copy.deepcopy(saved)
-    with pytest.raises(ValueError) as refusal:
-        optimizer.load_state_dict(saved)
-    for word in words:
-        assert word in str(refusal.value)
-    assert_identical(snapshot(optimizer), before)
-    assert_identical(saved, untouched)
-
-
 def test_every_key_and_every_shape_of_the_curvature_is_checked(method: Method, variant: Variant, mlp: Task) -> None:
     """The valid checkpoint can be loaded after all the wrong ones."""
     saved = own(method, mlp, **variant.keywords)
@@ -175,12 +174,8 @@ def test_checkpoints_with_and_without_adaptation_can_be_exchanged() -> None:
     x, y = batch()
     plain, adaptive = small(), small()
     a = KFAC(plain, damping=0.1, lr=0.1)
-    b = KFAC(
-        adaptive,
-        damping=0.3,
-        lr=0.1,
-        adaptation=AdaptationOptions(adaptive_damping=True, reject_steps=True, calibrate_damping=True),
-    )
+    options = AdaptationOptions(adaptive_damping=True, reject_steps=True, calibrate_damping=True)
+    b = KFAC(adaptive, damping=0.3, lr=0.1, adaptation=options)
     a.step(Loop(plain, a, x, y))
     b.load_state_dict(a.state_dict())
     loop = Loop(adaptive, b, x, y)

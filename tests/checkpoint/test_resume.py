@@ -15,19 +15,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from tests.support.checkpoints import (
-    DCP,
-    DEFAULT_BUILDS,
-    Build,
-    Pair,
-    Way,
-    assert_goes_on,
-    assert_same_run,
-    builder,
-    by_file,
-    steps_of,
-    through_a_file,
-)
+from tests.support import checkpoints
+from tests.support.checkpoints import DCP, Pair, Way, assert_goes_on, assert_same_run, builder, by_file, steps_of
 from tests.support.contract import RULES
 from tests.support.methods import Method, Variant
 from tests.support.tasks import CLASSES, Task, assert_identical, snapshot, train, values
@@ -64,7 +53,7 @@ def test_resume_is_exact_under_every_rule(method: Method, mlp: Task, rule: str) 
     assert_goes_on(builder(method, mlp, **(RULES | OWN_RULES)[rule]), steps_of(mlp), MIDDLE, END)
 
 
-def by_trainers(build: Build, model: nn.Module, optimizer: Any) -> Pair:
+def by_trainers(build: checkpoints.Build, model: nn.Module, optimizer: Any) -> Pair:
     """Transfer model and optimizer together, by the functions of DCP that trainers call."""
     other, second = build()
     model_state, optimizer_state = get_state_dict(model, optimizer)
@@ -88,7 +77,7 @@ def test_several_groups_resume_exactly(method: Method, mlp: Task, way: Way) -> N
     assert_goes_on(build, run, MIDDLE, END, way)
 
 
-@pytest.mark.cover(build=DEFAULT_BUILDS)
+@pytest.mark.cover(build=checkpoints.DEFAULT_BUILDS)
 def test_resume_is_exact_with_every_default(method: Method, mlp: Task, build: Callable[..., Any]) -> None:
     def start() -> Pair:
         model = mlp.model(torch.float32)
@@ -98,8 +87,6 @@ def test_resume_is_exact_with_every_default(method: Method, mlp: Task, build: Ca
 
 
 # -------------------------------------------------------------------------------------------- Dtypes and group values
-
-
 @pytest.mark.option("window_size")
 def test_a_window_keeps_its_dtypes_in_a_model_of_another_dtype(method: Method, variant: Variant, mlp: Task) -> None:
     """Torch itself would cast indices, Gram matrix and rows to the dtype of the parameter."""
@@ -207,8 +194,6 @@ def test_keys_are_names_and_dcp_takes_no_step(method: Method, mlp: Task, flat: b
 
 
 # ----------------------------------------------------------------------------------------------- Curvature that is zero
-
-
 class Closed(nn.Module):
     """A branch between two gates of zero, whose layer has inputs and gradients of zero."""
 
@@ -225,7 +210,7 @@ class Closed(nn.Module):
 def test_a_layer_with_inputs_and_gradients_of_zero_can_be_resumed(method: Method, mlp: Task) -> None:
     task = replace(mlp, build=Closed)
     model, _ = assert_goes_on(builder(method, task), steps_of(task), 3, 5)
-    assert not through_a_file(model.get_parameter("branch.weight").grad).any()
+    assert not checkpoints.through_a_file(model.get_parameter("branch.weight").grad).any()
 
 
 def test_a_first_step_whose_gradients_are_all_zero_can_be_resumed(method: Method, mlp: Task) -> None:
