@@ -331,24 +331,21 @@ def test_payloads_by_hand(rank: int, world: int) -> None:
     ]
 
 
-#: Elements for each of three roots, and the kind and the elements of each message.
-FORMS = [
-    ([100, 100, 91], "reduce_scatter", [300]),  # 3 % of padding
-    ([90, 0, 60], "all_to_all", [150]),
-    ([100, 10, 10], "reduce", [100, 10, 10]),  # otherwise the first would receive 300 elements instead of 120
-]
-
-
 @on_every_rank(3)
 def test_form_of_a_reduction(rank: int, world: int) -> None:
-    for numels, kind, sent in FORMS:
+    """It depends on the number of elements for each of three roots."""
+    for numels, kind, sent in (
+        ([100, 100, 91], "reduce_scatter", [300]),  # 3 % of padding
+        ([90, 0, 60], "all_to_all", [150]),
+        ([100, 10, 10], "reduce", [100, 10, 10]),  # otherwise the first would receive 300 elements instead of 120
+    ):
         comm = collectives()
         comm.reduce({root: [torch.ones(n)] for root, n in enumerate(numels)}, group=None, stage="s").wait()
         assert comm.counter.records == [Record("s", kind, 3, n, torch.float32, 4 * n) for n in sent]
 
 
 # ---------------------------------------------------------------------- counter
-def test_bytes_by_stage() -> None:
+def test_bytes_by_stage_are_those_of_all_messages_and_the_last_ones_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     messages = Counter()
     messages.add("a", "all_reduce", 4, 10, torch.float32)
     messages.add("b", "broadcast", 4, 10, torch.bfloat16)
@@ -357,11 +354,7 @@ def test_bytes_by_stage() -> None:
     assert [record.wire_bytes for record in messages.records] == [60.0, 20.0, 30.0]
     messages.clear()
     assert (messages.bytes_by_stage(), messages.records) == ({}, [])
-
-
-def test_a_long_run_keeps_the_last_messages_and_all_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counter, "MOST_RECORDS", 10)
-    messages = Counter()
     for i in range(100):
         messages.add("a", "reduce", 2, i, torch.uint8)
     assert 5 <= len(messages.records) <= 10

@@ -7,15 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from secondorder.comm.buffers import (
-    Buffers,
-    buckets,
-    pack,
-    packed_numel,
-    reduce_kind,
-    shared_buckets,
-    unpack,
-)
+from secondorder.comm.buffers import Buffers, buckets, pack, packed_numel, reduce_kind, shared_buckets, unpack
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -1,7 +1,6 @@
 """Grids and owners agree with tables by hand, and loads are close to the optimum."""
 
 from itertools import product
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -52,28 +51,27 @@ def loads(*costs: float) -> list[Load]:
 
 
 TEN, FIVE = (10, 9, 8, 7, 6, 5, 4, 3, 2, 1), (5, 5, 5, 5, 5)
-#: Costs, the numbers of ranks and of gradient workers, options, and the expected owners.
-OWNERS: list[tuple[tuple[int, ...], tuple[int, int], dict[str, Any], list[int]]] = [
-    (TEN, (8, 1), {}, [0, 1, 2, 3, 4, 5, 6, 7, 7, 6]),
-    (TEN, (8, 2), {}, [0, 1, 2, 3, 7, 6, 5, 4, 4, 5]),
-    (TEN, (8, 4), {}, [0, 1, 3, 2, 4, 5, 7, 6, 6, 7]),
-    (TEN, (8, 8), {}, [0, 1, 2, 3, 4, 5, 6, 7, 7, 6]),
-    # ties go to the lower index, and the order of units does not matter
-    (FIVE, (4, 1), {}, [0, 1, 2, 3, 0]),
-    (FIVE, (4, 2), {}, [0, 1, 2, 3, 0]),
-    ((0, 0, 0), (2, 1), {}, [0, 1, 0]),  # unknown loads
-    ((1, 8, 3), (2, 1), {}, [1, 0, 1]),
-    ((4, 4, 4), (2, 1), {"kept": [1]}, [1, 0, 0]),
-    ((9, 4, 4, 4), (2, 1), {"kept": [None, 0, 0, None]}, [1, 0, 0, 0]),
-    ((1, 2), (2, 1), {"kept": [1, 1, 0]}, [1, 1]),
-    ((3, 2, 1), (4, 1), {"only": [3, 1]}, [1, 3, 3]),
-    ((3, 2, 1), (4, 2), {"only": [1, 2]}, [2, 1, 1]),
-    ((3, 2, 1), (4, 1), {"kept": [0], "only": [1]}, [0, 1, 1]),
-]
 
 
 def test_owners_by_hand() -> None:
-    for costs, grid, options, owners in OWNERS:
+    """From costs, the numbers of ranks and of gradient workers, and options."""
+    for costs, grid, options, owners in [
+        (TEN, (8, 1), {}, [0, 1, 2, 3, 4, 5, 6, 7, 7, 6]),
+        (TEN, (8, 2), {}, [0, 1, 2, 3, 7, 6, 5, 4, 4, 5]),
+        (TEN, (8, 4), {}, [0, 1, 3, 2, 4, 5, 7, 6, 6, 7]),
+        (TEN, (8, 8), {}, [0, 1, 2, 3, 4, 5, 6, 7, 7, 6]),
+        # ties go to the lower index, and the order of units does not matter
+        (FIVE, (4, 1), {}, [0, 1, 2, 3, 0]),
+        (FIVE, (4, 2), {}, [0, 1, 2, 3, 0]),
+        ((0, 0, 0), (2, 1), {}, [0, 1, 0]),  # unknown loads
+        ((1, 8, 3), (2, 1), {}, [1, 0, 1]),
+        ((4, 4, 4), (2, 1), {"kept": [1]}, [1, 0, 0]),
+        ((9, 4, 4, 4), (2, 1), {"kept": [None, 0, 0, None]}, [1, 0, 0, 0]),
+        ((1, 2), (2, 1), {"kept": [1, 1, 0]}, [1, 1]),
+        ((3, 2, 1), (4, 1), {"only": [3, 1]}, [1, 3, 3]),
+        ((3, 2, 1), (4, 2), {"only": [1, 2]}, [2, 1, 1]),
+        ((3, 2, 1), (4, 1), {"kept": [0], "only": [1]}, [0, 1, 1]),
+    ]:
         assert assign(loads(*costs), Grid(*grid), **options) == owners, (costs, grid, options)
     for options in ({"kept": [4]}, {"only": []}, {"only": [4]}):
         with pytest.raises(ValueError, match="among 4 ranks"):

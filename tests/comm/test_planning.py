@@ -9,20 +9,8 @@ import torch
 from torch import nn
 
 from benchmarks.commands.scaling import architecture
-from secondorder import (
-    EKFAC,
-    KFAC,
-    MFAC,
-    ChiefOnly,
-    CommOpt,
-    HybridOpt,
-    HyLo,
-    LocalFactors,
-    MemOpt,
-    RefreshOptions,
-    RowOptions,
-)
-from secondorder.comm import Local
+from secondorder import EKFAC, KFAC, MFAC, CommOpt, HybridOpt, HyLo, MemOpt, RefreshOptions, RowOptions
+from secondorder.comm import ChiefOnly, Local, LocalFactors
 from secondorder.plan.plan import Plan, Sum, Traffic, means
 from secondorder.switching import LRChange
 from tests.support.building import built

@@ -76,8 +76,6 @@ def test_role_and_peers_of_a_rank() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- Lockstep
-
-
 def test_epochs_end_after_a_period() -> None:
     assert [step for step in range(10) if lockstep.ends_epoch(step, 3)] == [3, 6, 9]
 
