@@ -7,24 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from secondorder import MFAC
+from tests.support import window
 from tests.support.building import built
 from tests.support.grid import each, pairs
 from tests.support.oracles.window import fisher_direction
-from tests.support.window import (
-    assert_near,
-    columns_of,
-    flat,
-    gram,
-    history,
-    noise,
-    parameters,
-    push,
-    ring,
-    size,
-    slots,
-    spans,
-    states,
-)
+from tests.support.window import assert_near, columns_of, flat, gram, history, noise, parameters, push, ring, states
 from tests.support.window_storages import METHODS, STORAGES, explicit, regular
 
 SHAPES = [(4, 6), (5,), (3, 2, 4), (7,)]
@@ -63,9 +50,11 @@ def test_every_storage_and_partition(method: str, storage: str, dtype: torch.dty
     exact = dtype == torch.float64
     tolerance = 1e-9 if exact else 1e-5 if dtype == torch.float32 else 4e-3
     for step in range(STEPS):
-        gradient = noise(size(SHAPES), seed=step).to(dtype).double()
+        gradient = noise(window.size(SHAPES), seed=step).to(dtype).double()
         u = push(opt, params, gradient)
-        sent.append(torch.cat([s.send(gradient[c].to(dtype)) for s, c in zip(senders, spans(params), strict=True)]))
+        sent.append(
+            torch.cat([s.send(gradient[c].to(dtype)) for s, c in zip(senders, window.spans(params), strict=True)])
+        )
         for unit in UNITS[partition]:
             rows, columns = history(opt, params, unit, kind.block_size), columns_of(params, unit)
             assert len(rows) == min(step + 1, M)
@@ -73,7 +62,7 @@ def test_every_storage_and_partition(method: str, storage: str, dtype: torch.dty
                 loop = torch.stack(sent[-M:])[:, columns]
                 assert_near(rows, loop, 1e-9 if exact else 1e-4 if kind.rank else 0.0, f"rows at step {step}")
             assert_near(u[columns], explicit(method, rows, rows[-1], 1e-2), tolerance, f"direction at step {step}")
-            assert slots(opt, unit)[-1] == step % M
+            assert window.slots(opt, unit)[-1] == step % M
     for unit in UNITS[partition] if exact else ():  # a row with the dots of the raw gradient would be indefinite
         rows, state = ring(opt, params, unit, kind.block_size), states(opt)[unit[0]]
         assert_near(gram(state), rows @ rows.mT, 1e-12)
@@ -83,13 +72,11 @@ def test_every_storage_and_partition(method: str, storage: str, dtype: torch.dty
 
 def test_a_layer_is_the_weight_and_bias_of_a_module() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Conv1d(2, 3, 2), nn.Linear(4, 2, bias=False)).double()
-    params, keywords = list(model.parameters()), {"lr": 1.0, "window_size": 3, "partition": "layer", "damping": 1e-2}
-    opt, bare = built(MFAC, model, **keywords), built(MFAC, params, module=model, **keywords)
+    params = list(model.parameters())
+    opt = built(MFAC, model, lr=1.0, window_size=3, partition="layer", damping=1e-2)
     assert sum("gram" in state for state in states(opt).values()) == 3
     for step in range(8):
-        gradient = noise(sum(p.numel() for p in params), seed=step)
-        u, other = push(opt, params, gradient), push(bare, params, gradient)
-        assert torch.equal(u, other)
+        u = push(opt, params, noise(sum(p.numel() for p in params), seed=step))
         for unit in ([0, 1], [2, 3], [4]):
             rows = history(opt, params, unit)
             assert_near(u[columns_of(params, unit)], fisher_direction(rows, rows[-1], 1e-2))
@@ -154,10 +141,7 @@ def test_conjugated_gradients(method: str, storage: str) -> None:
             p.grad = gradient.resolve_conj() if resolve else gradient
             assert p.grad.is_conj() != resolve
             opt.step()
-        p.grad = None
-        (p.conj() * p * torch.complex(noise(7), noise(7, seed=3))).real.sum().backward()
-        opt.step()
         found.append(p.detach())
     assert torch.equal(*found)
-    assert torch.isfinite(torch.view_as_real(found[0])).all()
+    assert torch.view_as_real(found[0]).isfinite().all()
     assert not torch.equal(found[0], start)

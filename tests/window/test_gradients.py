@@ -6,24 +6,12 @@ import pytest
 import torch
 
 from secondorder.diagnostics.step_record import StepRecord
+from tests.support import window
 from tests.support.building import built
 from tests.support.grid import each, pairs
 from tests.support.oracles.window import Average
 from tests.support.tasks import snapshot
-from tests.support.window import (
-    assert_near,
-    columns_of,
-    differences,
-    flat,
-    give,
-    history,
-    noise,
-    parameters,
-    push,
-    put,
-    ring,
-    states,
-)
+from tests.support.window import assert_near, columns_of, flat, give, history, noise, parameters, push, put, states
 from tests.support.window_storages import FEW, METHODS, STORAGES, averaging, explicit, regular
 
 SHAPES, D, M = [(4, 5), (3,), (3, 7)], 44, 4
@@ -55,21 +43,6 @@ def test_a_parameter_without_gradient_has_a_zero_slice_and_stays(method: str, st
             assert all(torch.equal(states(opt)[2][key], value) for key, value in before.items() if "error" in key)
         c = slice(0, 23 if missing else D)
         assert_near(u[c], explicit(method, rows, rows[-1], 1e-2)[c], 1e-9, step)
-
-
-@pytest.mark.parametrize("momentum", [{"momentum": 0.5}, {"inner": "adamw"}], ids=str)
-def test_momentum_of_a_parameter_without_gradient_stays(momentum: dict[str, Any]) -> None:
-    params = parameters(SHAPES)
-    opt = build("mfac", params, weight_decay=0.1, **momentum)
-    for step in range(6):
-        push(opt, params, noise(D, seed=step))
-    kept = {
-        key: value for key, value in snapshot(opt)["state"][1].items() if key in ("momentum_buffer", "exp_avg", "step")
-    }
-    params[1].grad = None
-    opt.step()
-    assert len(kept) == 2
-    assert all(torch.equal(states(opt)[1][key], value) for key, value in kept.items())
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -122,7 +95,7 @@ def test_a_parameter_frozen_at_construction_and_unfrozen_later(method: str, stor
     for step in range(6):
         g = noise(D, seed=step)
         assert_near(push(opt, params, g, [1])[outside], push(alone, twins, g[outside]), 1e-12)
-    before = ring(alone, twins, [0, 1], kind.block_size)
+    before = window.ring(alone, twins, [0, 1], kind.block_size)
     params[1].requires_grad_(True)
     for step in range(6, 6 + 2 * M):
         u, rows = push(opt, params, noise(D, seed=step)), history(opt, params, EVERY, kind.block_size)
@@ -184,5 +157,5 @@ def test_a_closed_gate_keeps_everything(kind: str, storage: str, steps: int, mon
         opt.step()
     after = snapshot(opt)
     assert torch.equal(flat(params), values)
-    assert differences(before, after) - {"step", "global_step", "amplification"} == {"skipped"}
+    assert window.differences(before, after) - {"step", "global_step", "amplification"} == {"skipped"}
     assert int(after["state"][0]["skipped"]) == int(before["state"][0]["skipped"]) + 2
