@@ -8,24 +8,8 @@ from tests.support.grid import each, pairs
 from tests.support.kfac import assert_close, noise
 from tests.support.models import mlp, seeded_build, vectors
 from tests.support.networks import squares
-from tests.support.oracles.hylo import (
-    LATER,
-    as_rows,
-    check,
-    dense,
-    example_gradients,
-    fisher,
-    flat,
-    gradients,
-    layer_rows,
-    one,
-    plain_hylo,
-    sngd,
-    steepest,
-    step,
-    taken,
-    vectors_of,
-)
+from tests.support.oracles import hylo as oracle
+from tests.support.oracles.hylo import LATER, as_rows, check, layer_rows, plain_hylo, sngd, step, taken, vectors_of
 
 NAMES = ["0", "2"]
 
@@ -34,7 +18,7 @@ def assert_solved(model, plain, batch, kept, damping=1e-2, values=None, factor=1
     """Directions are ``factor`` times (F + λI)⁻¹ of the gradients, or of other values, with the rows of a batch."""
     for name in names:
         V, moved = vectors_of(model, name, kept)
-        V = V if values is None else as_rows(plain, name, one(values))[:, 0]
+        V = V if values is None else as_rows(plain, name, oracle.one(values))[:, 0]
         expected = sngd(layer_rows(plain, name, *batch, F.cross_entropy), V, damping)
         assert_close(moved, factor * expected, tolerance, name)
 
@@ -126,7 +110,7 @@ def test_with_kept_rows_normalized_damping_multiplies_the_update():
         for normalized in (False, True):
             model = mlp()
             opt = plain_hylo(model, mode=mode, rank_fraction=0.4, damping=0.3, normalize_damping=normalized)
-            found.append(flat(step(opt, model, x, y, F.cross_entropy)))
+            found.append(oracle.flat(step(opt, model, x, y, F.cross_entropy)))
         assert_close(found[1], 0.3 * found[0], 1e-12)
 
 
@@ -137,7 +121,7 @@ def test_weight_decay_is_preconditioned_as_part_of_the_objective_only():
     step(opt, model, *batch, F.cross_entropy)
     start, after = (dict(m.named_parameters()) for m in (plain, model))
     moved = {name: (start[name] - p).detach() / 0.5 for name, p in after.items()}
-    values = {name: g + 0.1 * start[name] for name, g in gradients(model).items()}
+    values = {name: g + 0.1 * start[name] for name, g in oracle.gradients(model).items()}
     assert_solved(model, plain, batch, moved, values=values)
 
 
@@ -159,8 +143,8 @@ def test_dense_curvature_of_groups_with_many_rows():
 def test_dense_curvature_does_not_depend_on_the_damping(relative, n, mode, normalized):
     """It is the sum over the rows, however small λ is, with more rows than entries and with fewer."""
     (x, y), model = vectors(n), mlp()
-    U = as_rows(model, "0", example_gradients(model, (x,), y, F.cross_entropy))
-    keywords = {"damping": relative * steepest(U), "normalize_damping": normalized}
+    U = as_rows(model, "0", oracle.example_gradients(model, (x,), y, F.cross_entropy))
+    keywords = {"damping": relative * oracle.steepest(U), "normalize_damping": normalized}
     opt = plain_hylo(model, mode=mode, rank_fraction=1.0, **keywords)
     step(opt, model, x, y, F.cross_entropy)
-    assert_close(opt.dense_curvature("0"), dense(fisher(U)), 1e-9)
+    assert_close(opt.dense_curvature("0"), oracle.dense(oracle.fisher(U)), 1e-9)

@@ -10,19 +10,8 @@ from tests.support.kfac import assert_close, noise
 from tests.support.layer_cases import CASES
 from tests.support.models import convnet, images, mlp, seeded_build, vectors
 from tests.support.networks import Sometimes
-from tests.support.oracles.hylo import (
-    LATER,
-    MODES,
-    check_block,
-    flat,
-    gradients,
-    layer_rows,
-    plain_hylo,
-    sngd,
-    step,
-    vectors_of,
-    with_gradient,
-)
+from tests.support.oracles import hylo as oracle
+from tests.support.oracles.hylo import LATER, MODES, check_block, flat, layer_rows, plain_hylo, step, with_gradient
 
 #: Modes that are exact for kernels of low rank.
 EXACT = ("sngd", "kid diag", "kid full", "kid none", "kid all", "kid all, no residual", "kis all")
@@ -36,8 +25,8 @@ def finite(values, what):
 
 
 def assert_exact(model, kept, name, U, tolerance, what):
-    V, moved = (v.double() for v in vectors_of(model, name, kept))
-    assert_close(moved, sngd(U, V, 1e-2), tolerance, what)
+    V, moved = (v.double() for v in oracle.vectors_of(model, name, kept))
+    assert_close(moved, oracle.sngd(U, V, 1e-2), tolerance, what)
 
 
 # A batch, how often its examples are repeated, and the model.
@@ -81,7 +70,7 @@ def test_a_batch_without_any_gradient(damping):
         opt = plain_hylo(model, damping=damping, **{**keywords, "update_steps": LATER})
         kept = step(opt, model, x, y, lambda out, t: 0.0 * F.cross_entropy(out, t))
         assert not flat(kept).any(), mode
-        assert_close(damping * flat(with_gradient(opt, model, 0)), flat(gradients(model)), 1e-9, mode)
+        assert_close(damping * flat(with_gradient(opt, model, 0)), flat(oracle.gradients(model)), 1e-9, mode)
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-12, 1e6])

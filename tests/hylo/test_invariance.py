@@ -8,20 +8,9 @@ from tests.support.grid import each, pairs
 from tests.support.kfac import assert_close, backward, noise
 from tests.support.models import Tokens, convnet, images, mlp, seeded_build, vectors
 from tests.support.networks import squares
+from tests.support.oracles import hylo as oracle
 from tests.support.oracles.fisher import cross_entropy
-from tests.support.oracles.hylo import (
-    check_block,
-    error,
-    fisher,
-    flat,
-    layer_rows,
-    plain_hylo,
-    sngd,
-    steepest,
-    step,
-    taken,
-    vectors_of,
-)
+from tests.support.oracles.hylo import check_block, error, flat, layer_rows, plain_hylo, sngd, step, taken, vectors_of
 
 BUILDS = {
     "mlp": (lambda: mlp((4, 5, 3)), vectors),
@@ -103,15 +92,13 @@ def test_the_published_scale_of_convolutions_divides_by_the_positions():
         U = layer_rows(plain, "0", x, y, F.cross_entropy, "reduce") / count
         V, moved = vectors_of(model, "0", kept)
         assert_close(moved, sngd(U, V, 1e-2), 1e-8)
-        assert_close(opt.dense_curvature("0"), fisher(U)[0], 1e-8)
+        assert_close(opt.dense_curvature("0"), oracle.fisher(U)[0], 1e-8)
     build, data = BUILDS["tokens"]
     batch = (*data(4), F.cross_entropy)
     assert torch.equal(*(result(build(), [batch], approx="reduce", conv_scale=scale) for scale in ("exact", "hylo")))
 
 
 # ------------------------------------------------------------------------------------------------------------ Precision
-
-
 @pairs(noise_level=[1e-3, 0.01, 0.05, 0.3], relative=[1e-3, 1e-2, 1.0], mode=["kid", "sngd"])
 def test_single_precision_agrees_with_double_precision(noise_level, relative, mode):
     """λ goes down to a thousandth of the largest eigenvalue; inputs have rank 2 and gradients rank 1, both with noise.
@@ -126,7 +113,7 @@ def test_single_precision_agrees_with_double_precision(noise_level, relative, mo
     a = normal(64, 2) @ normal(2, 12) / 2**0.5 + noise_level * normal(64, 12)
     g = normal(64, 1) @ normal(1, 8) + noise_level * normal(64, 8)
     U = (g[:, :, None] * a[:, None]).flatten(1)
-    damping, found = relative * steepest(U[None]), []
+    damping, found = relative * oracle.steepest(U[None]), []
     for dtype in (torch.float32, torch.float64):
         model = nn.Linear(12, 8, bias=False).to(dtype)
         opt = plain_hylo(model, damping=damping, rank_fraction=0.1, mode=mode)

@@ -50,8 +50,6 @@ def kernel(n: int = 12, rank: int | None = None, seed: int = 0) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------- sampling
-
-
 def iterated(scores: Tensor, rank: int) -> list[float]:
     """``min(1, r q/Σq)``, where what is cut off is given to the others until nothing is cut off."""
     q, ones = scores.tolist(), set()
@@ -212,8 +210,6 @@ def test_a_batch_is_drawn_like_its_parts_one_after_the_other(sampling: str) -> N
 
 
 # ------------------------------------------------------------------------------------------------------ interpolation
-
-
 def naive(k: Tensor, rank: int, order: list[int] | None = None) -> tuple[list[int], Tensor, Tensor]:
     """Pivots, L ``[n, r]`` and the whole remainder, which is updated after each pivot."""
     rest, chosen, columns = k.clone(), [], []
@@ -341,8 +337,6 @@ def test_a_batch_is_decomposed_like_its_parts(pivoting: str, residual: str) -> N
 
 
 # --------------------------------------------------------------------------------------------------- core and ranks
-
-
 @pytest.mark.parametrize("residual", RESIDUALS)
 def test_rows_without_a_pivot_have_a_one_on_the_diagonal(residual: str) -> None:
     found = interpolate(kernel(rank=2), 4)
@@ -389,8 +383,6 @@ def test_planned_rank(n: int, fraction: float, limit: int, wanted: int) -> None:
 
 
 # ----------------------------------------------------------------------------------------------- arguments and devices
-
-
 @pytest.mark.parametrize("rank", [0, -1, 6])
 def test_a_rank_beyond_the_examples_is_refused(rank: int) -> None:
     for call in (

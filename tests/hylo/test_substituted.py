@@ -29,8 +29,6 @@ def assert_kfac(opt: HyLo, model: nn.Module, kept: dict, name: str, factors: tup
 
 
 # --------------------------------------------------------------------------------------------------------- Which layers
-
-
 @pairs(mode=["sngd", "kid", "kis"], approx=APPROX)
 def test_layers_for_which_kfac_is_cheaper_use_it(approx: str, mode: str) -> None:
     """Per layer: rows iff R(d_i + d_o) < d_i² + d_o² and R³ < d_i³ + d_o³, else factors from the same batch."""
@@ -53,24 +51,22 @@ def test_layers_for_which_kfac_is_cheaper_use_it(approx: str, mode: str) -> None
     check_block(opt, model, "3", layer_rows(plain, "3", x, y, F.cross_entropy), kept, 1e-2)
 
 
-@pytest.mark.parametrize(
-    ("keywords", "batch", "factored"),
-    [
+def test_the_first_rule_counts_kept_rows_and_their_positions_and_decides_once() -> None:
+    """R S (d_i + d_o) < d_i² + d_o² compares R · 15, or 4 · 7 · 15 = 420 or 4 · 15 = 60, with 137."""
+    tokens = noise(4, 7, 10), noise(4, 7, 4, seed=1)
+    for keywords, batch, factored in (
         ({"mode": "sngd"}, vectors(9, 10, 4), False),
         ({"mode": "sngd"}, vectors(10, 10, 4), True),
         ({"mode": "kid", "rank_fraction": 0.1}, vectors(40, 10, 4), False),
         ({"mode": "kid", "rank_fraction": 1.0}, vectors(40, 10, 4), True),
-        ({"approx": "expand"}, (noise(4, 7, 10), noise(4, 7, 4, seed=1)), True),
-        ({"approx": "reduce"}, (noise(4, 7, 10), noise(4, 7, 4, seed=1)), False),
-    ],
-)
-def test_the_first_rule_counts_kept_rows_and_their_positions_and_decides_once(keywords, batch, factored) -> None:
-    """R S (d_i + d_o) < d_i² + d_o² compares R · 15, or 4 · 7 · 15 = 420 or 4 · 15 = 60, with 137."""
-    model, loss = mlp((10, 4)), squares if batch[1].ndim > 1 else F.cross_entropy
-    opt = plain_hylo(model, kfac_when_cheaper=True, **keywords)
-    for x, y in (batch, vectors(40, 10, 4), vectors(4, 10, 4)):
-        step(opt, model, x, y, loss if x is batch[0] else F.cross_entropy)
-        assert opt.blocks["0"].is_factored == factored
+        ({"approx": "expand"}, tokens, True),
+        ({"approx": "reduce"}, tokens, False),
+    ):
+        model = mlp((10, 4))
+        opt = plain_hylo(model, kfac_when_cheaper=True, **keywords)
+        for x, y in (batch, vectors(40, 10, 4), vectors(4, 10, 4)):
+            step(opt, model, x, y, squares if y.ndim > 1 else F.cross_entropy)
+            assert opt.blocks["0"].is_factored == factored, keywords
 
 
 def test_describe_compares_the_costs_of_rows_and_factors() -> None:
@@ -95,8 +91,6 @@ def test_a_rank_by_energy_cannot_be_compared_with_factors() -> None:
 
 
 # ------------------------------------------------------------------------------------------------- Damping and averages
-
-
 def test_a_new_damping_acts_on_factors_at_the_next_refresh() -> None:
     (x, y), model, plain = vectors(40), mlp((4, 3)), mlp((4, 3))
     opt = plain_hylo(model, kfac_when_cheaper=True, update_steps=2)
@@ -134,8 +128,6 @@ def test_factors_are_running_means_weighted_by_examples() -> None:
 
 
 # ----------------------------------------- The factors are those of KFAC, which sums them call by call and keeps no row
-
-
 def attention() -> Net:
     """Three calls fill one block of three groups; keys and queries differ in length."""
     layer = nn.MultiheadAttention(4, 2, batch_first=True)
@@ -152,6 +144,7 @@ def convolutions() -> nn.Module:
 
 BATCHES = {
     "tokens": (linear, [(noise(40, 6, 4),)]),
+    "padding": (linear, [(noise(40, 6, 4),)]),
     "sequences of two lengths": (linear, [(noise(40, 6, 4),), (noise(30, 9, 4, seed=1),)]),
     "groups": (convolutions, [(noise(60, 4, 6, 6),)]),
     "attention": (attention, [(noise(60, 5, 4), noise(60, 7, 4, seed=1))]),
@@ -171,13 +164,10 @@ def blocks(cls: type, model: nn.Module, batches: list, keep: Tensor | None, **ke
     return {name: opt.dense_curvature(name) for name in opt.blocks}
 
 
-@pairs(lambda kind, approx: (kind, approx) != ("padding", "reduce"), kind=[*BATCHES, "padding"], approx=APPROX)
+@pairs(lambda kind, approx: (kind, approx) != ("padding", "reduce"), kind=list(BATCHES), approx=APPROX)
 def test_factors_are_those_of_kfac(kind: str, approx: str) -> None:
-    keep = None
-    if kind == "padding":
-        keep = torch.rand(40, 6, generator=torch.Generator().manual_seed(0)) > 0.4
-        keep[:, 0] = True
-    build, batches = BATCHES.get(kind, BATCHES["tokens"])
+    keep = noise(40, 6) > -0.25 if kind == "padding" else None
+    build, batches = BATCHES[kind]
     model = seeded_build(build)
     expected = blocks(KFAC, copy.deepcopy(model), batches, keep, approx=approx)
     found = blocks(HyLo, model, batches, keep, kfac_when_cheaper=True, mode="sngd", approx=approx)

@@ -6,7 +6,7 @@ import math
 import pickle
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -125,73 +125,49 @@ def reloaded(policy: SwitchPolicy, through: Callable[[dict[str, float]], Any]) -
     return other
 
 
-def through_json(state: dict[str, float]) -> Any:
-    return json.loads(json.dumps(state))
-
-
-def through_torch(state: dict[str, float]) -> Any:
-    return through_a_file({key: torch.tensor(value, dtype=torch.float64) for key, value in state.items()})
-
-
 RENEWALS: dict[str, Callable[[SwitchPolicy], SwitchPolicy]] = {
-    "json": partial(reloaded, through=through_json),
-    "torch": partial(reloaded, through=through_torch),
+    "json": partial(reloaded, through=lambda state: json.loads(json.dumps(state))),
+    "torch": partial(reloaded, through=lambda state: through_a_file({k: here(value) for k, value in state.items()})),
     "pickle": lambda policy: pickle.loads(pickle.dumps(policy)),
     "deepcopy": copy.deepcopy,
 }
 
 
 # ---------------------------------------------------------------- GradNormChange
-NORM_CASES: list[tuple[dict[str, Any], list[float | None], str]] = [
-    # Periods of two steps with means 4, 4.2, 4.2, 6, 6, 5.9: the change to the fourth causes KID in the fifth.
-    (
-        {"eta": 0.1, "period_steps": 2},
-        [3.0, 5.0, 4.0, 4.4, 4.2, 4.2, 7.0, 5.0, 6.0, 6.0, 5.9, 5.9, 1.0, 1.0],
-        "DDDD" + "IIII" + "DD" + "IIII",
-    ),
-    # Every change is enough for eta = 0, and so is a change of exactly eta. The norm may fall to zero.
-    ({"eta": 0.0, "period_steps": 2}, [1.0] * 8, "D" * 8),
-    ({"eta": 0.5, "period_steps": 1}, [2.0, 3.0, 3.0], "DDD"),
-    ({"eta": 0.1, "period_steps": 1}, [4.0, 4.0, 3.0, 3.0, 3.2, 0.0, 0.0, 1.0, 1.0], "DDIDIIDID"),
-    # A norm that is not finite is left out of the sum and of the count: three norms of 4 are not less than four.
-    ({"eta": 0.1, "period_steps": 4}, [4.0] * 5 + [-INF] + [4.0] * 6, "DDDDDDDD" + "IIII"),
-    # A period without a norm is skipped: later periods are compared with the last one that had one.
-    (
-        {"eta": 0.1, "period_steps": 2},
-        [4.0, 4.0, *[None] * 4, *[4.0] * 3, *[None] * 3, *[8.0] * 4],
-        "D" * 8 + "IIIIIIDD",
-    ),
-]
-
-
 @places
-@pytest.mark.parametrize(("keywords", "norms", "expected"), NORM_CASES)
-def test_decisions_follow_the_norms(keywords, norms, expected, place):
+def test_decisions_follow_the_norms(place):
     """Whether a step is observed before or after its refresh does not matter."""
-    for first in (True, False):
-        assert run(GradNormChange(**keywords), norms, place=place, observe_first=first) == expected
-
-
-CHANGED = "a learning rate changed at step 3"
-RATES = [[0.1]] * 3 + [[0.05]] * 2
-REASONS: list[tuple[SwitchPolicy, list[float], str]] = [
-    (GradNormChange(eta=0.1, period_steps=1), [], "nothing decided yet"),
-    (GradNormChange(eta=0.1, period_steps=1), [1.0], "no two periods to compare yet"),
-    (GradNormChange(0.1, 1), [1.0, 1.25, 9.0], "mean gradient norm 1 → 1.25, a change of 0.25 (eta=0.1)"),
-    (GradNormChange(0.1, 1), [1.0] * 4, CHANGED),
-    (LRChange(period_steps=1), [NAN] * 3, "no learning rate has changed"),
-    (LRChange(period_steps=1), [NAN] * 5, CHANGED),
-    (EpochList([(0, 1), (3, 5)], steps_per_epoch=1), [NAN] * 5, "epoch 4 is in the intervals of KID"),
-    (EpochList([(0, 1), (3, 5)], steps_per_epoch=1), [NAN] * 3, "epoch 2 is outside the intervals of KID"),
-    (ProbeError(), [NAN], "no error measured yet, or not a number"),
-    (Always("sngd"), [NAN], "always sngd"),
-]
+    for eta, period, norms, expected in [
+        # Means are 4, 4.2, 4.2, 6, 6, 5.9: the change to the fourth causes KID in the fifth.
+        (0.1, 2, [3.0, 5.0, 4.0, 4.4, 4.2, 4.2, 7.0, 5.0, 6.0, 6.0, 5.9, 5.9, 1.0, 1.0], "DDDDIIIIDDIIII"),
+        # Every change is enough for eta = 0, and so is a change of exactly eta. The norm may fall to zero.
+        (0.0, 2, [1.0] * 8, "D" * 8),
+        (0.5, 1, [2.0, 3.0, 3.0], "DDD"),
+        (0.1, 1, [4.0, 4.0, 3.0, 3.0, 3.2, 0.0, 0.0, 1.0, 1.0], "DDIDIIDID"),
+        # A norm that is not finite is left out of the sum and of the count: three norms of 4 are not less than four.
+        (0.1, 4, [4.0] * 5 + [-INF] + [4.0] * 6, "DDDDDDDDIIII"),
+        # A period without a norm is skipped: later periods are compared with the last one that had one.
+        (0.1, 2, [4.0, 4.0, *[None] * 4, *[4.0] * 3, *[None] * 3, *[8.0] * 4], "DDDDDDDDIIIIIIDD"),
+    ]:
+        for first in (True, False):
+            assert run(GradNormChange(eta, period), norms, place=place, observe_first=first) == expected
 
 
 def test_the_reason_is_reported():
-    for original, norms, expected in REASONS:
-        policy = copy.deepcopy(original)
-        run(policy, norms, RATES)
+    changed, rates = "a learning rate changed at step 3", [[0.1]] * 3 + [[0.05]] * 2
+    for policy, norms, expected in [
+        (GradNormChange(0.1, 1), [], "nothing decided yet"),
+        (GradNormChange(0.1, 1), [1.0], "no two periods to compare yet"),
+        (GradNormChange(0.1, 1), [1.0, 1.25, 9.0], "mean gradient norm 1 → 1.25, a change of 0.25 (eta=0.1)"),
+        (GradNormChange(0.1, 1), [1.0] * 4, changed),
+        (LRChange(period_steps=1), [NAN] * 3, "no learning rate has changed"),
+        (LRChange(period_steps=1), [NAN] * 5, changed),
+        (EpochList([(0, 1), (3, 5)], steps_per_epoch=1), [NAN] * 5, "epoch 4 is in the intervals of KID"),
+        (EpochList([(0, 1), (3, 5)], steps_per_epoch=1), [NAN] * 3, "epoch 2 is outside the intervals of KID"),
+        (ProbeError(), [NAN], "no error measured yet, or not a number"),
+        (Always("sngd"), [NAN], "always sngd"),
+    ]:
+        run(policy, norms, rates)
         assert policy.reason == expected
 
 
@@ -255,7 +231,7 @@ def test_a_loaded_period_of_another_length_ends_too():
 # ---------------------------------------------------------------- ... against the definition
 def changes_of(lrs: Sequence[Sequence[float]]) -> list[int]:
     """Steps at which a rate fell by more than a tenth or a rise ended."""
-    pairs = list(zip(lrs, lrs[1:], strict=False))
+    pairs = list(pairwise(lrs))
     rose = [False] + [any(new > old for old, new in zip(*pair, strict=True)) for pair in pairs]
     fell = [False] + [any(new < 0.9 * old for old, new in zip(*pair, strict=True)) for pair in pairs]
     return [t for t in range(1, len(lrs)) if fell[t] or (rose[t - 1] and not rose[t])]
@@ -283,15 +259,13 @@ def by_definition(
 
 
 LRS = st.lists(st.sampled_from([0.0, 0.01, 0.095, 0.1, 0.2]), min_size=2, max_size=2)
-SIGNALS = st.lists(
-    st.tuples(st.sampled_from([1.0, 1.0, 1.0, 1.3, 2.0, NAN, INF]), LRS, st.integers(1, 6)), min_size=3, max_size=12
-)
+SIGNAL = st.tuples(st.sampled_from([1.0, 1.0, 1.0, 1.3, 2.0, NAN, INF]), LRS, st.integers(1, 6))
 
 
 @places
 @settings(max_examples=40)
 @given(
-    signals=SIGNALS,
+    signals=st.lists(SIGNAL, min_size=3, max_size=12),
     every=st.integers(1, 9),
     eta=st.sampled_from([0.07, 0.21]),
     period=st.integers(1, 6),
@@ -299,39 +273,29 @@ SIGNALS = st.lists(
     name=st.sampled_from(["none", "json", "pickle"]),
 )
 def test_decisions_follow_the_definition(place, signals, every, eta, period, hold, name):
-    norms, lrs = [], []
-    for norm, rates, length in signals:
-        norms += [norm] * length
-        lrs += [rates] * length
-    renew = RENEWALS.get(name)
+    norms = [norm for norm, _, length in signals for _ in range(length)]
+    lrs = [rates for _, rates, length in signals for _ in range(length)]
     for policy, eta_of in ((GradNormChange(eta, period, hold), eta), (LRChange(hold + 1, period), None)):
         expected = by_definition(norms, lrs, every, eta_of, period, policy.hold)
-        assert run(policy, norms, lrs, every, place, renew) == expected
+        assert run(policy, norms, lrs, every, place, RENEWALS.get(name)) == expected
 
 
 # ---------------------------------------------------------------- LRChange and EpochList
-ROUNDED = [0.1 * (1 + 2e-16 * (t % 3)) for t in range(20)]
-LR_CASES: list[tuple[list[list[float]], str]] = [
-    # Small changes do not count: exactly a tenth is not more than a tenth, and rounding of a scheduler is not a rise.
-    ([[0.9**t] for t in range(20)], "I" * 20),
-    ([[0.89**t] for t in range(5)], "IDDDD"),
-    ([[rate] for rate in ROUNDED], "I" * 20),
-    # A group may be added later.
-    ([[0.1]] * 2 + [[0.1, 0.001]] * 2 + [[0.1, 0.0001]] * 2, "IIIIDI"),
-    # Of more than eight groups, those eight apart share a sum: with equal rates, a fall by 21 % counts as 10.5 %.
-    *[([[0.1] * 12] * 2 + [[0.1] * i + [0.079] + [0.1] * (11 - i)] * 2, "IIDI") for i in range(12)],
-]
-
-
-def test_decisions_follow_the_rates():
-    assert len(set(ROUNDED)) > 1
-    for lrs, expected in LR_CASES:
+def test_decisions_follow_the_rates_or_the_epochs():
+    rounded = [0.1 * (1 + 2e-16 * (t % 3)) for t in range(20)]
+    assert len(set(rounded)) > 1
+    for lrs, expected in [
+        # Small changes do not count: exactly a tenth is not more than a tenth, and rounding is not a rise.
+        ([[0.9**t] for t in range(20)], "I" * 20),
+        ([[0.89**t] for t in range(5)], "IDDDD"),
+        ([[rate] for rate in rounded], "I" * 20),
+        # A group may be added later.
+        ([[0.1]] * 2 + [[0.1, 0.001]] * 2 + [[0.1, 0.0001]] * 2, "IIIIDI"),
+        # Of more than eight groups, those eight apart share a sum: with equal rates, a fall by 21 % counts as 10.5 %.
+        *[([[0.1] * 12] * 2 + [[0.1] * i + [0.079] + [0.1] * (11 - i)] * 2, "IIDI") for i in range(12)],
+    ]:
         assert run(LRChange(period_steps=1), [NAN] * len(lrs), lrs) == expected, lrs
-
-
-def test_intervals_are_in_epochs():
-    policy = EpochList([(0, 1), (3, 5)], steps_per_epoch=2)
-    assert run(policy, [NAN] * 14) == "DD" + "IIII" + "DDDD" + "IIII"
+    assert run(EpochList([(0, 1), (3, 5)], steps_per_epoch=2), [NAN] * 14) == "DDIIIIDDDDIIII"
 
 
 # ---------------------------------------------------------------- ProbeError
@@ -385,9 +349,6 @@ def test_properties_equality_and_repr_of_policies():
         assert [other == x for x in ALL].count(True) == 1
     for mode in ("kid", "kis", "sngd"):
         assert {Always(mode).decide(step) for step in (0, 5, 10**6)} == {mode}
-
-
-def test_a_repr_shows_plain_python_values():
     assert repr(GradNormChange(np.float64(0.5))) == "GradNormChange(eta=0.5, period_steps=100, hold=1)"
     assert repr(ProbeError(threshold=np.float64(0.5))) == "ProbeError(layers=2, threshold=0.5)"
     assert repr(EpochList([[0, 2]], 5)) == "EpochList(intervals=((0, 2),), steps_per_epoch=5)"
@@ -442,29 +403,26 @@ def test_a_state_that_does_not_fit_is_refused_as_a_whole():
         assert str(policy.state_dict()) == str(before)
 
 
-BAD: list[tuple[Callable[[], SwitchPolicy], type[Exception], str]] = [
-    (lambda: GradNormChange(eta=-0.1), ValueError, "eta must be finite, >= 0.0, got -0.1"),
-    (lambda: GradNormChange(eta="0.1"), TypeError, "eta must be a number, got '0.1'"),
-    (lambda: GradNormChange(period_steps=0), ValueError, "period_steps must be >= 1, got 0"),
-    (lambda: GradNormChange(hold=-1), ValueError, "hold must be >= 0, got -1"),
-    (lambda: GradNormChange(hold=True), TypeError, "hold must be an integer, got True"),
-    (lambda: LRChange(hold=0), ValueError, "hold must be >= 1, got 0"),
-    (lambda: EpochList(5, 10), TypeError, "intervals must be a list of pairs of epochs, got 5"),
-    (lambda: EpochList([(1, 2, 3)], 10), TypeError, r"pairs of epochs, got \[\(1, 2, 3\)\]"),
-    (lambda: EpochList([], 10), ValueError, r"must not be empty, got \[\].*Always\('kis'\)"),
-    (lambda: EpochList([(4, 4)], 10), ValueError, r"end after it starts, got \(4, 4\)"),
-    (lambda: EpochList([(-1, 4)], 10), ValueError, "start of an interval must be >= 0, got -1"),
-    (lambda: EpochList([(0, 1.5)], 10), TypeError, "end of an interval must be an integer, got 1.5"),
-    (lambda: EpochList([(0, 1)], 0), ValueError, "steps_per_epoch must be >= 1, got 0"),
-    (lambda: ProbeError(layers=0), ValueError, "layers must be >= 1, got 0"),
-    (lambda: ProbeError(threshold=INF), ValueError, "threshold must be .*got inf"),
-    (lambda: Always("auto"), ValueError, "mode must be one of .*got 'auto'"),
-    (lambda: Always(1), TypeError, "mode must be one of .*got 1"),
-]
-
-
 def test_bad_values_are_refused():
-    for build, error, match in BAD:
+    for build, error, match in [
+        (lambda: GradNormChange(eta=-0.1), ValueError, "eta must be finite, >= 0.0, got -0.1"),
+        (lambda: GradNormChange(eta="0.1"), TypeError, "eta must be a number, got '0.1'"),
+        (lambda: GradNormChange(period_steps=0), ValueError, "period_steps must be >= 1, got 0"),
+        (lambda: GradNormChange(hold=-1), ValueError, "hold must be >= 0, got -1"),
+        (lambda: GradNormChange(hold=True), TypeError, "hold must be an integer, got True"),
+        (lambda: LRChange(hold=0), ValueError, "hold must be >= 1, got 0"),
+        (lambda: EpochList(5, 10), TypeError, "intervals must be a list of pairs of epochs, got 5"),
+        (lambda: EpochList([(1, 2, 3)], 10), TypeError, r"pairs of epochs, got \[\(1, 2, 3\)\]"),
+        (lambda: EpochList([], 10), ValueError, r"must not be empty, got \[\].*Always\('kis'\)"),
+        (lambda: EpochList([(4, 4)], 10), ValueError, r"end after it starts, got \(4, 4\)"),
+        (lambda: EpochList([(-1, 4)], 10), ValueError, "start of an interval must be >= 0, got -1"),
+        (lambda: EpochList([(0, 1.5)], 10), TypeError, "end of an interval must be an integer, got 1.5"),
+        (lambda: EpochList([(0, 1)], 0), ValueError, "steps_per_epoch must be >= 1, got 0"),
+        (lambda: ProbeError(layers=0), ValueError, "layers must be >= 1, got 0"),
+        (lambda: ProbeError(threshold=INF), ValueError, "threshold must be .*got inf"),
+        (lambda: Always("auto"), ValueError, "mode must be one of .*got 'auto'"),
+        (lambda: Always(1), TypeError, "mode must be one of .*got 1"),
+    ]:
         with pytest.raises(error, match=match):
             build()
 

@@ -153,15 +153,6 @@ def kid_operator(U: Tensor, chosen: list[int], damping: float, residual: str = "
     return (eye(U.shape[1]) - U[chosen].mT @ M @ U[chosen] / m) / damping
 
 
-def published_operator(U: Tensor, chosen: list[int], damping: float) -> Tensor:
-    """The same with the algebra of the published code: K̂⁻¹ of K̂/R in place of K̂/m, and an unscaled residual."""
-    m, R, K = len(U), len(chosen), U @ U.mT
-    P, E = interpolation(K, chosen)
-    S = P @ torch.linalg.inv(damping * eye(m) + E.diagonal().diag()) @ P.mT
-    M = torch.linalg.inv(torch.linalg.inv(S) + torch.linalg.inv(K[chosen][:, chosen] / R))
-    return (eye(U.shape[1]) - U[chosen].mT @ M @ U[chosen] / m) / damping
-
-
 def curvature_of(operator: Tensor, damping: float) -> Tensor:
     """F̂ of an update operator (F̂ + λI)⁻¹."""
     return torch.linalg.inv(operator) - damping * eye(len(operator))
