@@ -74,17 +74,16 @@ def test_one_rank_saves_its_own_part_with_one_warning(rank: int, world: int, str
 @on_every_rank(2)
 def test_under_comm_opt_every_rank_saves_everything(rank: int, world: int) -> None:
     for method in ("kfac_cholesky", "ekfac_running"):
-        run = Run(method=method)
-        model, optimizer = started(rank, "comm", run)
-        train(model, optimizer, rank, world, run, 0, 2)
+        model, optimizer = started(rank, "comm", Run(method=method))
+        train(model, optimizer, rank, world, Run(), 0, 2)
         saved, texts = saved_with_warnings(optimizer)
-        assert saved.keys() == {"state", "param_groups"}
-        assert texts == []
+        assert (saved.keys(), texts) == ({"state", "param_groups"}, [])
         assert_identical(*everywhere(through_a_file(saved)))
 
 
 # ------------------------------------------------------------------------------------------------------ Consolidated
-def consolidated(rank: int, world: int, strategy: str, to: int | None, run: Run) -> dict[str, Any]:
+def consolidated(rank: int, world: int, strategy: str, to: int | None, run: Run) -> tuple[Saved, Saved, Saved]:
+    """The state before and after a consolidation, and after another step."""
     model, optimizer = started(rank, strategy, run)
     train(model, optimizer, rank, world, run, 0, BREAK)
     own = snapshot(optimizer)
@@ -92,7 +91,7 @@ def consolidated(rank: int, world: int, strategy: str, to: int | None, run: Run)
     complete = snapshot(optimizer)
     train(model, optimizer, rank, world, run, BREAK, BREAK + 1)
     assert len(optimizer._checkpoint.gathered.tensors) == 0
-    return {"own": own, "complete": complete, "later": snapshot(optimizer)}
+    return own, complete, snapshot(optimizer)
 
 
 #: No refresh has used the last batch yet, but its statistics have to be in the checkpoint.
@@ -111,10 +110,10 @@ COMPLETE = {
 def test_consolidated_state_is_that_of_one_process(pool: Pool, run: Run, where: tuple[str, int, int]) -> None:
     strategy, world, to = where
     expected = one_process(run)
-    found = pool.run(consolidated, strategy, to, run, world=world)
-    assert [rank for rank, of_rank in enumerate(found) if "partial" not in of_rank["complete"]] == [to]
-    assert all("partial" in of_rank["later"] for of_rank in found)
-    complete = found[to]["complete"]
+    _, of_ranks, later = zip(*pool.run(consolidated, strategy, to, run, world=world), strict=True)
+    assert [rank for rank, saved in enumerate(of_ranks) if "partial" not in saved] == [to]
+    assert all("partial" in saved for saved in later)
+    complete = of_ranks[to]
     assert complete.keys() == expected.keys()
     assert shapes(complete) == shapes(expected)
     for place, tensor in tensors(complete).items():
@@ -127,18 +126,17 @@ def test_consolidated_state_is_that_of_one_process(pool: Pool, run: Run, where: 
 def test_a_checkpoint_without_curvature_is_complete_without_it(pool: Pool) -> None:
     for kind in ("factors", "none"):
         run = Run(keywords={"checkpoint_curvature": kind}, steps=BREAK)
-        first, second = pool.run(consolidated, "mem", 0, run)
-        assert tensors(first["complete"]).keys() == tensors(one_process(run)).keys()
-        assert ("partial" in second["own"]) == (kind == "factors")
+        (_, complete, _), (own, *_) = pool.run(consolidated, "mem", 0, run)
+        assert tensors(complete).keys() == tensors(one_process(run)).keys()
+        assert ("partial" in own) == (kind == "factors")
 
 
 @on_every_rank(3)
 def test_a_state_may_be_completed_on_all_ranks_and_only_on_existing_ones(rank: int, world: int) -> None:
     for method in ("kfac_eigen", "ekfac_intra", "mfac"):
-        found = consolidated(rank, world, "mem", None, Run(method=method))
-        assert "partial" not in found["complete"]
-        assert "partial" in found["later"]
-        assert_identical(found["complete"], everywhere(found["complete"])[0])
+        _, complete, later = consolidated(rank, world, "mem", None, Run(method=method))
+        assert ("partial" in complete, "partial" in later) == (False, True)
+        assert_identical(complete, everywhere(complete)[0])
     _, optimizer = started(rank, "mem", Run())
     for to in (3, -1, True, "0"):
         with pytest.raises(ValueError, match="rank below 3"):
@@ -202,15 +200,6 @@ def load(rank: int, world: int, strategy: str, run: Run, *states: Saved) -> list
     return found
 
 
-ELSEWHERE = {
-    "another rank": ("mem", 2, [1]),
-    "another world": ("mem", 3, [0, 1, 2]),
-    "another strategy": ("comm", 2, [0, 1]),
-    "another fraction": ("hybrid_half", 2, [0, 1]),
-    "one process": ("mem", 1, [0]),
-}
-
-
 def test_what_one_rank_saved_is_refused_elsewhere(pool: Pool) -> None:
     """This holds even without the mark of a partial state, which is lost if a trainer only copies the usual keys."""
     run = Run(steps=BREAK + 1)
@@ -218,7 +207,13 @@ def test_what_one_rank_saved_is_refused_elsewhere(pool: Pool) -> None:
     bare = {key: value for key, value in saved.items() if key != "partial"}
     wrong = one_process(run)
     wrong["state"][0]["surprise"] = torch.zeros(1)
-    for other, (strategy, world, ranks) in ELSEWHERE.items():
+    for other, strategy, world, ranks in (
+        ("another rank", "mem", 2, [1]),
+        ("another world", "mem", 3, [0, 1, 2]),
+        ("another strategy", "comm", 2, [0, 1]),
+        ("another fraction", "hybrid_half", 2, [0, 1]),
+        ("one process", "mem", 1, [0]),
+    ):
         answers = pool.run(load, strategy, run, saved, bare, wrong, world=world)
         for rank in ranks:
             (kind, text), unmarked, _ = answers[rank]
@@ -238,50 +233,29 @@ def test_what_one_rank_saved_is_refused_elsewhere(pool: Pool) -> None:
 
 @on_every_rank(2)
 def test_loaded_factors_may_be_saved_and_copied_before_the_first_step(rank: int, world: int) -> None:
-    """A run continues from factors alone: at once, after another save before the first step, and in a copy."""
+    """A run continues from factors alone: at once, after another save, in a copy, and if another layer was pruned."""
     run = Run(keywords={"factor_update_steps": 1, "refresh_warmup": False, "checkpoint_curvature": "factors"})
     trained, optimizer = started(rank, "mem", run)
     train(trained, optimizer, rank, world, run, 0, BREAK)
     optimizer.consolidate_state_dict(to=None)
     saved, paths = snapshot(optimizer), []
-    for how in ("once", "twice", "copied"):
+    for how in ("once", "twice", "copied", "pruned"):
         model, optimizer = started(rank, "mem", run)
         model.load_state_dict(trained.state_dict())
+        if how == "pruned":
+            prune.l1_unstructured(model[0], "weight", amount=0.5)
         optimizer.load_state_dict(saved)
         if how == "twice":
             optimizer.load_state_dict(snapshot(optimizer))
         if how == "copied":
             model, optimizer = copy.deepcopy(model), copy.deepcopy(optimizer)
             optimizer.attach(model)
-        refreshes = [optimizer.state[block.owner]["refreshes"] for block in optimizer.preconditioner.plan.blocks]
-        assert refreshes == [2, 2, 2]
+        refreshes = {block.name: block.state["refreshes"] for block in optimizer.preconditioner.plan.blocks}
+        assert refreshes == dict.fromkeys(("2", "4") if how == "pruned" else ("0", "2", "4"), 2)
         paths.append(torch.stack(train(model, optimizer, rank, world, run, BREAK, BREAK + 4)))
-    assert_replicas([path for of_rank in everywhere(paths) for path in of_rank])
-
-
-@on_every_rank(2)
-def test_loaded_factors_are_refreshed_if_another_layer_was_pruned(rank: int, world: int) -> None:
-    run = Run(keywords={"factor_update_steps": 1, "refresh_warmup": False, "checkpoint_curvature": "factors"})
-    trained, optimizer = started(rank, "mem", run)
-    train(trained, optimizer, rank, world, run, 0, BREAK)
-    optimizer.consolidate_state_dict(to=None)
-    saved = snapshot(optimizer)
-    model, optimizer = started(rank, "mem", run)
-    model.load_state_dict(trained.state_dict())
-    pruned = next(iter(optimizer.blocks))
-    prune.l1_unstructured(model.get_submodule(pruned), "weight", amount=0.5)
-    optimizer.load_state_dict(saved)
-    blocks = optimizer.preconditioner.plan.blocks
-    assert pruned not in {block.name for block in blocks}
-    assert [block.state["refreshes"] for block in blocks] == [2, 2]
-    path = torch.stack(train(model, optimizer, rank, world, run, BREAK, BREAK + 2))
-    assert_replicas(everywhere(path))
-
-
-def ordered(saved: Saved, backwards: bool) -> Saved:
-    """The same state with its keys in ascending or descending order."""
-    state = {i: dict(sorted(found.items(), reverse=backwards)) for i, found in saved["state"].items()}
-    return {**saved, "state": state}
+    for of_ranks in zip(*everywhere(paths), strict=True):
+        assert_replicas(list(of_ranks))
+    assert_replicas(paths[:3])
 
 
 @on_every_rank(2)
@@ -292,11 +266,12 @@ def test_the_order_of_keys_in_a_loaded_state_changes_nothing(rank: int, world: i
         model, optimizer = started(rank, "mem", run)
         train(model, optimizer, rank, world, run, 0, BREAK)
         optimizer.consolidate_state_dict(to=None)
-        saved, paths = optimizer.state_dict(), []
+        saved, paths = through_a_file(optimizer.state_dict()), []
         for backwards in (False, rank == world - 1):
             twin_model, twin = started(rank, "comm", run)
             twin_model.load_state_dict(model.state_dict())
-            twin.load_state_dict(ordered(through_a_file(saved), backwards))
+            state = {i: dict(sorted(found.items(), reverse=backwards)) for i, found in saved["state"].items()}
+            twin.load_state_dict({**saved, "state": state})
             paths.append(torch.stack(train(twin_model, twin, rank, world, run, BREAK, BREAK + 4)))
             twin.close()
         optimizer.close()

@@ -1,6 +1,5 @@
 """Models with DDP in all its forms, models without DDP, and failures on one rank only."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import cycle
 from typing import Any
@@ -14,27 +13,15 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from secondorder import ChiefOnly, CommOpt, HybridOpt, LocalFactors, MemOpt
 from secondorder.comm import Local
 from tests.support.grid import each, sample
-from tests.support.oracles.ranks import (
-    TASKS,
-    Run,
-    alone,
-    assert_same_path,
-    build,
-    curvatures,
-    distance,
-    flat,
-    mean_loss,
-    optimizer_on,
-    path_of,
-    shard,
-)
+from tests.support.models import seeded_build
+from tests.support.oracles import ranks
+from tests.support.oracles.ranks import TASKS, Run, alone, assert_same_path, build, distance, mean_loss, optimizer_on
 from tests.support.pool import Pool, device_of
 from tests.support.rows import Branches
 from tests.support.saving import paths_of, trained
 
 STEPS = 8
 STILL = {"lr": 0.0, "factor_update_steps": 1, "inv_update_steps": 1}
-
 BOTH = ["comm", "mem"]
 
 
@@ -44,7 +31,7 @@ def formed(rank: int, world: int, strategy: str, run: Run, order: str, wrapping:
     bare = TASKS[run.task].model(device_of(rank))
     wrapped = None if order == "before" else DDP(bare, **wrapping)
     with optimizer_on(wrapped if order == "wrapper" else bare, strategy, run) as optimizer:
-        return path_of(wrapped or DDP(bare, **wrapping), optimizer, rank, world, run)
+        return ranks.path_of(wrapped or DDP(bare, **wrapping), optimizer, rank, world, run)
 
 
 FORMS = {
@@ -62,27 +49,26 @@ def test_forms_of_ddp(pool: Pool, form: tuple[str, dict[str, Any]], method: str,
     assert_same_path(pool.run(formed, strategy, run, *form), alone(run)[0])
 
 
-def assert_curvatures(held: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert held
-    assert all(distance(dense, expected[name]) < 1e-10 for name, dense in held.items())
+def assert_statistics(pool: Pool, strategy: str, run: Run, *given: Any) -> None:
+    """Ranks have the curvature of one process."""
+    expected = ranks.curvatures(alone(run)[2])
+    for found in pool.run(trained, strategy, *given, dense=True):
+        assert found["curvature"]
+        assert all(distance(dense, expected[name]) < 1e-10 for name, dense in found["curvature"].items())
 
 
 @pytest.mark.parametrize("strategy", BOTH)
 def test_a_communication_hook_that_rounds_gradients_does_not_affect_statistics(pool: Pool, strategy: str) -> None:
     run = Run("mlp", "kfac_eigen", STILL, steps=2)
-    expected = curvatures(alone(run)[2])
-    for found in pool.run(trained, strategy, run, fp16_compress_hook, dense=True):
-        assert_curvatures(found["curvature"], expected)
+    assert_statistics(pool, strategy, run, run, fp16_compress_hook)
 
 
 # --------------------------------------------------------------------------------------------- Ranks that are not alike
 def branches() -> nn.Module:
     """A network with a layer that some passes use, and one that no pass uses."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = Branches()
-        model.never = nn.Linear(4, 4)
-        return model.double()
+    model = seeded_build(Branches)
+    model.never = nn.Linear(4, 4, dtype=torch.float64)
+    return model
 
 
 def branching(
@@ -94,11 +80,11 @@ def branching(
     path = []
     with optimizer_on(model, strategy, run, average_gradients=average) as optimizer:
         for step in range(run.steps):
-            inputs, targets = (t.to(device_of(rank)) for t in shard(run.batch(step), rank, world))
+            inputs, targets = (t.to(device_of(rank)) for t in ranks.shard(run.batch(step), rank, world))
             optimizer.zero_grad()
             mean_loss(model(inputs, rank == user), targets).backward()
             optimizer.step()
-            path.append(flat(model))
+            path.append(ranks.flat(model))
         indices = {name: block.index for name, block in optimizer.blocks.items() if name != "never"}
         held = {n: optimizer.dense_curvature(n).cpu() for n, i in indices.items() if optimizer.comm.estimates(i)}
     return torch.stack(path), {name: p.detach().cpu() for name, p in bare.named_parameters()}, held
@@ -111,9 +97,9 @@ def test_layer_used_on_one_rank_and_layer_used_nowhere(pool: Pool, method: str, 
     run = Run("mlp", method, steps=STEPS)
     start = dict(branches().named_parameters())
     results = [pool.run(branching, strategy, run, user, average) for strategy in ("comm", "mem")]
-    for ranks in results:
-        assert_same_path([path for path, _, _ in ranks], results[0][0][0], tolerance=1e-12)
-        for _, end, _ in ranks:
+    for of_ranks in results:
+        assert_same_path([path for path, _, _ in of_ranks], results[0][0][0], tolerance=1e-12)
+        for _, end, _ in of_ranks:
             moved = {name: not torch.equal(value, start[name]) for name, value in end.items()}
             assert moved == {name: not name.startswith("never") for name in moved}
 
@@ -124,7 +110,7 @@ def test_statistics_of_a_layer_come_from_the_only_rank_that_uses_it(pool: Pool, 
     model = branches()
     optimizer = build("kfac_eigen", model, **STILL)
     for step in range(run.steps):
-        inputs, targets = shard(run.batch(step), user, 2)
+        inputs, targets = ranks.shard(run.batch(step), user, 2)
         optimizer.zero_grad()
         mean_loss(model(inputs, True), targets).backward()
         optimizer.step()
@@ -138,10 +124,7 @@ def test_statistics_of_a_layer_come_from_the_only_rank_that_uses_it(pool: Pool, 
 def test_different_numbers_of_micro_batches(pool: Pool, method: str, strategy: str) -> None:
     """Rank 0 has two micro-batches and the other rank one, all of the same size."""
     run = Run("mlp", method, STILL, steps=2)
-    of_ranks = [replace(run, micro=micro, sizes=(8, 4)) for micro in (2, 1)]
-    expected = curvatures(alone(run)[2])
-    for found in pool.run(trained, strategy, of_ranks, dense=True):
-        assert_curvatures(found["curvature"], expected)
+    assert_statistics(pool, strategy, run, [replace(run, micro=micro, sizes=(8, 4)) for micro in (2, 1)])
 
 
 @sample(
@@ -159,16 +142,12 @@ def test_batch_with_a_nan_on_one_rank_is_dropped_by_all(pool: Pool, method: str,
     assert [found["skipped"] for found in results] == [1, 1]
 
 
-ONE_PROCESS: list[Callable[[], Any]] = [
-    CommOpt, lambda: CommOpt(average_gradients=True), MemOpt, lambda: HybridOpt(1.0), LocalFactors, ChiefOnly
-]  # fmt: skip
-
-
 def test_a_strategy_changes_nothing_in_one_process() -> None:
     assert isinstance(build("kfac_eigen", TASKS["mlp"].model()).comm, Local)
-    for make, method in zip(ONE_PROCESS, cycle(["kfac_eigen", "ekfac_intra", "hylo_kid", "mfac"])):
+    strategies = (CommOpt(), CommOpt(average_gradients=True), MemOpt(), HybridOpt(1.0), LocalFactors(), ChiefOnly())
+    for comm, method in zip(strategies, cycle(["kfac_eigen", "ekfac_intra", "hylo_kid", "mfac"])):
         run = Run("words", method, steps=4)
-        path, _, optimizer = alone(run, make())
+        path, _, optimizer = alone(run, comm)
         plain, _, other = alone(run)
         assert torch.equal(path, plain)
         assert optimizer.memory_usage()["total"] == other.memory_usage()["total"]

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from secondorder import KFAC, MFAC, ChiefOnly, CommOpt, HybridOpt, LocalFactors, MemOpt
 from tests.support.building import built
 from tests.support.kfac import hook_counts
-from tests.support.oracles.ranks import TASKS, Run, build
+from tests.support.oracles.ranks import STRATEGIES, TASKS, Run, build
 from tests.support.pool import everywhere, on_every_rank
 from tests.support.saving import raised, started, train
 from tests.support.tasks import assert_identical
@@ -85,15 +85,12 @@ def test_differences_between_ranks_are_reported_on_every_rank(rank: int, world: 
     )
 
 
-ROUNDED = {"mem": (3, MemOpt), "comm": (2, CommOpt), "hybrid": (4, lambda **kw: HybridOpt(0.5, **kw))}
-
-
-@pytest.mark.parametrize(("world", "kind"), [(world, kind) for kind, (world, _) in ROUNDED.items()])
+@pytest.mark.parametrize(("world", "strategy"), [(3, "mem"), (2, "comm"), (4, "hybrid_half")])
 @on_every_rank()
 def test_wire_dtype_bfloat16_halves_messages_of_directions_and_keeps_replicas_equal(
-    rank: int, world: int, kind: str
+    rank: int, world: int, strategy: str
 ) -> None:
-    make = ROUNDED[kind][1]
+    make = STRATEGIES[strategy]
     exact, plain = _train(rank, world, make())
     params, rounded = _train(rank, world, make(wire_dtype=torch.bfloat16, verify_every=1))
     before, after = (optimizer.comm.collectives.counter.bytes_by_stage() for optimizer in (plain, rounded))
@@ -134,14 +131,6 @@ def test_invalid_arguments_are_refused_by_name() -> None:
             make()
 
 
-@on_every_rank(2)
-def test_arguments_that_do_not_fit_the_number_of_ranks_are_refused(rank: int, world: int) -> None:
-    (_, fraction), (_, root) = (raised(KFAC, _net(), comm=comm) for comm in (HybridOpt(0.3), ChiefOnly(root=7)))
-    assert "0.5, 1" in fraction
-    assert "root=7" in root
-    assert "2 ranks" in root
-
-
 # -------------------------------------------------------------------------------------------- Lifetime of a strategy
 def is_hooked(model: nn.Module) -> bool:
     return any(map(any, hook_counts(model).values()))
@@ -159,30 +148,21 @@ def test_a_strategy_serves_one_optimizer() -> None:
 
 @on_every_rank(2)
 def test_a_strategy_serves_its_optimizer_after_a_refusal_and_another_one_after_close(rank: int, world: int) -> None:
-    model, optimizer = started(rank, "mem", RUN)
-    expected = train(model, optimizer, rank, world, RUN, 0, 7)
-    optimizer.close()
+    """A copy has a separate strategy, with process groups of its own, which verifies, too."""
     other = _net()
-    model, optimizer = started(rank, "mem", RUN)
-    found = train(model, optimizer, rank, world, RUN, 0, 3)
+    model, optimizer = started(rank, "mem", RUN, verify_every=1)
+    path = train(model, optimizer, rank, world, RUN, 0, 3)
     with pytest.raises(ValueError, match="serves another optimizer already"):
         KFAC(other, comm=optimizer.comm)
     assert not is_hooked(other)
-    assert_identical(found + train(model, optimizer, rank, world, RUN, 3, 7), expected)
+    twin, copied = copy.deepcopy(model), copy.deepcopy(optimizer)
+    copied.attach(twin)
+    rest = train(twin, copied, rank, world, RUN, 3, 7)
+    assert_identical(train(model, optimizer, rank, world, RUN, 3, 7), rest)
     optimizer.close()
     model = TASKS["mlp"].model()
     again = train(model, build(RUN.method, model, optimizer.comm), rank, world, RUN, 0, 7)
-    assert_identical(again, expected)
-
-
-@on_every_rank(2)
-def test_copies_continue_with_separate_process_groups_and_verification(rank: int, world: int) -> None:
-    model, optimizer = started(rank, "mem", RUN, verify_every=1)
-    train(model, optimizer, rank, world, RUN, 0, 3)
-    twin, copied = copy.deepcopy(model), copy.deepcopy(optimizer)
-    copied.attach(twin)
-    path = train(twin, copied, rank, world, RUN, 3, 7)
-    assert_identical(path, train(model, optimizer, rank, world, RUN, 3, 7))
+    assert_identical(again, path + rest)
 
 
 @on_every_rank(2)
@@ -190,14 +170,12 @@ def test_close_works_after_the_default_group_is_destroyed(rank: int, world: int,
     left_over = [started(rank, "mem", RUN) for _ in range(2)]
     for model, optimizer in left_over:
         train(model, optimizer, rank, world, RUN, 0, 3)
-    (model, optimizer), (other, second) = left_over
     dist.destroy_process_group()
-    second.close()
+    left_over[1][1].close()
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/again", rank=rank, world_size=world)
     for _ in range(2):
-        optimizer.close()
-    assert not is_hooked(model)
-    assert not is_hooked(other)
+        left_over[0][1].close()
+    assert not any(is_hooked(model) for model, _ in left_over)
 
 
 @on_every_rank(2)
