@@ -14,30 +14,16 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from secondorder.curvature.eigenbasis import EigenbasisBlock
+from tests.support.oracles import ranks
 from tests.support.oracles.ekfac import layer_gradients, scales
-from tests.support.oracles.ranks import (
-    TASKS,
-    Run,
-    alone,
-    assert_replicas,
-    assert_same_path,
-    build,
-    descend,
-    distance,
-    mean_loss,
-    optimizer_on,
-    shard,
-)
+from tests.support.oracles.ranks import TASKS, Run, alone, assert_replicas, assert_same_path, build, descend, shard
 from tests.support.pool import Pool, device_of, everywhere, on_every_rank
 from tests.support.saving import interrupted, paths_of, resumed, started, through_a_file, train, trained
 
-RARE = {"inv_update_steps": 2, "scale_update_steps": 4}
-"""Scales are measured less often than bases change."""
+RARE = {"inv_update_steps": 2, "scale_update_steps": 4}  # scales are measured less often than bases change
 STILL = {"lr": 0.0, "factor_update_steps": 1, "inv_update_steps": 1}
-
-
+#: Entries of the bases of the task "mixed", whose gradients have these columns and rows.
 NUMBERS = sum(n_a**2 + n_g**2 for n_a, n_g in [(19, 3), (7, 5), (6, 4)])
-"""Entries of the bases of the task "mixed", whose gradients have these columns and rows."""
 
 
 # -------------------------------------------------------------------------------------------------------- What is sent
@@ -80,16 +66,14 @@ def test_replicas_are_equal_even_if_each_rank_samples_its_own_examples(pool: Poo
 # -------------------------------------------------------------------------------------------- Ranks that cannot measure
 def one_rank_refuses(rank: int, world: int, run: Run) -> dict[str, Tensor]:
     """Take two steps, in the second of which the last rank cannot measure its scale."""
-    model = DDP(TASKS[run.task].model(device_of(rank)))
-
-    measure = EigenbasisBlock.new_scales
+    model, measure = DDP(TASKS[run.task].model(device_of(rank))), EigenbasisBlock.new_scales
 
     def refuse(self: Any, calls: Any = ()) -> Any:
         if calls:
             raise ValueError("examples cannot be distinguished")
         return measure(self)
 
-    with optimizer_on(model, "mem", run) as optimizer:
+    with ranks.optimizer_on(model, "mem", run) as optimizer:
         descend(model, optimizer, shard(run.batch(0), rank, world), run)
         with mock.patch.object(EigenbasisBlock, "new_scales", refuse if rank == world - 1 else measure):
             descend(model, optimizer, shard(run.batch(1), rank, world), run)
@@ -111,8 +95,8 @@ def test_examples_of_one_rank_are_left_out(pool: Pool) -> None:
     inputs, targets = shard(run.batch(1), 0, 2)
     for name, block in optimizer.blocks.items():
         (scale,) = [of_rank[name] for of_rank in found if name in of_rank]
-        state, gradients = optimizer.state[block.owner], layer_gradients(model, name, inputs, targets, mean_loss)
-        assert distance(scale, scales(gradients, state["basis_g"], state["basis_a"])[0]) < 1e-10, name
+        state, gradients = optimizer.state[block.owner], layer_gradients(model, name, inputs, targets, ranks.mean_loss)
+        assert ranks.distance(scale, scales(gradients, state["basis_g"], state["basis_a"])[0]) < 1e-10, name
 
 
 # --------------------------------------------------------------------------------------------------------- Checkpoints
@@ -128,12 +112,11 @@ def without_bases(state: dict[str, Any]) -> dict[str, Any]:
 def resumed_elsewhere(rank: int, world: int, strategy: str, run: Run, saved: list[Any], at: int) -> Tensor:
     """Continue in an optimizer that has trained before, and so has other bases."""
     model, optimizer = started(rank, strategy, run)
-    train(model, optimizer, rank, world, run, 0, 2)
-    model.load_state_dict(saved[rank][1])
-    optimizer.load_state_dict(saved[rank][0])
-    path = torch.stack(train(model, optimizer, rank, world, run, at, run.steps))
-    optimizer.close()
-    return path
+    with optimizer:
+        train(model, optimizer, rank, world, run, 0, 2)
+        model.load_state_dict(saved[rank][1])
+        optimizer.load_state_dict(saved[rank][0])
+        return torch.stack(train(model, optimizer, rank, world, run, at, run.steps))
 
 
 @pytest.mark.parametrize("at", [3, 4])
@@ -159,11 +142,10 @@ def completed(rank: int, world: int, run: Run) -> Any:
         optimizer.consolidate_state_dict(to=None)
         complete = through_a_file(optimizer.state_dict())
     for i, found in complete["state"].items():
-        for key, value in found.items():
-            if key.startswith("basis_"):
-                (owned,) = [own["state"][i][key] for own in saved if key in own["state"][i]]
-                assert torch.equal(value, owned)
-                assert value.any()
+        for key in filter(lambda key: key.startswith("basis_"), found):
+            (owned,) = [own["state"][i][key] for own in saved if key in own["state"][i]]
+            assert torch.equal(found[key], owned)
+            assert found[key].any()
     return complete
 
 

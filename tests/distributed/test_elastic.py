@@ -15,19 +15,10 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 from secondorder import LowRank
+from tests.support import saving
 from tests.support.oracles.ranks import METHODS, Run, distance
 from tests.support.pool import Pool, everywhere, on_every_rank
-from tests.support.saving import (
-    dcp_load,
-    dcp_options,
-    dcp_state,
-    raised,
-    shifted,
-    snapshot,
-    started,
-    through_a_file,
-    train,
-)
+from tests.support.saving import dcp_load, dcp_options, dcp_state, raised, shifted, snapshot, started, train
 from tests.support.tasks import assert_identical
 
 # Factors are updated every 2 steps and refreshed every 4: after the break come a plain step, an update, and a refresh.
@@ -74,7 +65,7 @@ def save(
         if form == "file" or how == "gathered":
             optimizer.consolidate_state_dict(**({} if form == "file" else {"to": None}))
         if form == "file":
-            saved = through_a_file((model.state_dict(), snapshot(optimizer)))
+            saved = saving.through_a_file((model.state_dict(), snapshot(optimizer)))
         else:
             saved, state = str(Path(folder, method)), dcp_state(model, optimizer, form)
             pending = (checkpoint.async_save if how == "later" else checkpoint.save)(state, checkpoint_id=saved)
@@ -122,17 +113,18 @@ def fit_for(strategy: str, checkpoints: list[Checkpoint]) -> list[Checkpoint]:
     return [c for c in checkpoints if strategy != "chief" or c.run.method.startswith(("kfac", "ekfac"))]
 
 
-REST = ("kfac_cholesky", "ekfac_running", "ggt", *EXTRA)
-MOVES = {
-    "mem-2": (QUICK, ("comm-2", "hybrid_half-4")),
-    "comm-2": (QUICK, ("mem-3",)),
-    "hybrid_half-4": (REST, ("mem-3", "comm-2")),
-}
-
-
-@pytest.mark.parametrize("before", MOVES)
-def test_some_ranks_continue_from_the_file_of_others(pool: Pool, before: str) -> None:
-    (strategy, world), (methods, others) = LAYOUTS[before], MOVES[before]
+@pytest.mark.parametrize(
+    ("before", "methods", "others"),
+    [
+        ("mem-2", QUICK, ("comm-2", "hybrid_half-4")),
+        ("comm-2", QUICK[1::2], ("mem-3",)),
+        ("hybrid_half-4", ("kfac_cholesky", "ekfac_running", "ggt", *EXTRA), ("mem-3", "comm-2")),
+    ],
+)
+def test_some_ranks_continue_from_the_file_of_others(
+    pool: Pool, before: str, methods: tuple[str, ...], others: tuple[str, ...]
+) -> None:
+    strategy, world = LAYOUTS[before]
     checkpoints = pool.run(save, strategy, methods, world=world)[0]
     for after, ranks in (LAYOUTS[other] for other in others):
         assert_continued(checkpoints, pool.run(continue_run, after, checkpoints, world=ranks))
@@ -176,7 +168,7 @@ def test_checkpoints_without_curvature_load_alike_everywhere(pool: Pool, kind: s
     """The curvature is estimated again, with the same result in every world, or computed exactly from the factors."""
     method, keywords = LEAN[kind]
     checkpoints = pool.run(save, "mem", (method,), keywords=keywords)[0]
-    for world, strategy in ((2, "comm"), (3, "mem"), (1, "mem"), (4, "hybrid_half"))[: None if kind == "none" else 3]:
+    for world, strategy in ((2, "comm"), (3, "mem"), (1, "mem")):
         paths = pool.run(continue_run, strategy, checkpoints, world=world)
         if kind == "none" and world == 2:
             checkpoints = [checkpoints[0]._replace(path=paths[0][0])]
@@ -201,8 +193,8 @@ class Way(NamedTuple):
 SLICES = ("mfac", "mfac_sparse")
 WAYS = {
     "layers": Way(("nested", "plain", "flat"), LAYERS[::2], "mem-2", ("mem-2", "mem-1", "mem-3", "hybrid_half-4")),
-    "copies": Way(("flat", "plain", "nested"), LAYERS[::2], "comm-2", ("comm-2", "mem-1", "mem-3", "hybrid_half-4")),
-    "one process": Way(("plain", "nested", "flat"), LAYERS, "mem-1", ("hybrid_half-4", "mem-4", "comm-4")),
+    "copies": Way(("flat", "plain", "nested"), LAYERS[::2], "comm-2", ("comm-2", "mem-3")),
+    "one process": Way(("plain", "nested", "flat"), LAYERS, "mem-1", ("hybrid_half-4", "comm-3")),
     # The state is copied before `async_save` returns, so that it does not contain later steps.
     "during training": Way(("flat", "plain"), LAYERS[:1], "mem-2", ("mem-2", "comm-3"), "later"),
     # The names of slices of windows differ between ranks, and the same ranks load them.
@@ -210,9 +202,7 @@ WAYS = {
     "slices of layers": Way(("flat", "plain", "nested"), SLICES, "mem-2", ("mem-2",), keywords={"partition": "layer"}),
     "whole windows": Way(("nested", "plain", "flat"), ("mfac",), "comm-2", ("comm-3", "mem-1")),
     # not in the flat form, because torch only reads the names of the state that a rank has
-    "gathered": Way(
-        ("nested", "plain"), ("mfac_sparse", "ggt"), "mem-2", ("mem-2", "mem-3", "comm-4", "mem-1"), "gathered"
-    ),
+    "gathered": Way(("nested", "plain"), ("mfac_sparse", "ggt"), "mem-2", ("mem-2", "comm-4", "mem-1"), "gathered"),
 }
 
 
@@ -254,8 +244,7 @@ def test_full_state_of_one_rank_needs_consolidation(rank: int, world: int, form:
             pairs = ((model, optimizer), (other, second))
             assert_identical(*(train(*pair, rank, world, run, BREAK, END) for pair in pairs))
         elif kind == "KeyError" and rank == 1:  # torch itself raises because of the missing key
-            assert form == "flat"
-            assert torch.__version__ < "2.13"
+            assert (form, torch.__version__ < "2.13") == ("flat", True)
         elif rank == 1:
             assert kind == "RuntimeError"
             assert "consolidate_state_dict() on all ranks" in message

@@ -12,29 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from tests.support.grid import each, only
+from tests.support.grid import each
+from tests.support.oracles import ranks
 from tests.support.oracles.kfac import expected_factors, kron
-from tests.support.oracles.ranks import (
-    EXAMPLES,
-    LENGTH,
-    METHODS,
-    STRATEGIES,
-    TASKS,
-    Run,
-    alone,
-    assert_held,
-    assert_replicas,
-    assert_same_path,
-    build,
-    curvatures,
-    flat,
-    joined_statistics,
-    optimizer_on,
-    shard,
-    statistics_of_shards,
-    sum_loss,
-    together,
-)
+from tests.support.oracles.ranks import EXAMPLES, LENGTH, TASKS, Run, assert_held, assert_same_path, build, flat, shard
 from tests.support.pool import Pool, device_of
 from tests.support.saving import paths_of, snapshot, started, train, trained
 
@@ -90,17 +71,16 @@ def runs_of(strategy: str, world: int, rest: bool) -> list[Run]:
     return found
 
 
+def averaged(rank: int, world: int, strategy: str, run: Run) -> Tensor:
+    """A trajectory without DDP, with a strategy that averages the gradients itself."""
+    model, optimizer = started(rank, strategy, run)
+    with optimizer:
+        return torch.stack(train(model, optimizer, rank, world, run, 0, run.steps))
+
+
 def paths_of_runs(rank: int, world: int, strategy: str, runs: list[Run]) -> list[Tensor]:
-    """Trajectories, alternately under DDP and with a strategy that averages the gradients itself."""
-    paths = []
-    for i, run in enumerate(runs):
-        if i % 2 == 0:
-            paths.append(together(rank, world, strategy, run))
-            continue
-        model, optimizer = started(rank, strategy, run)
-        paths.append(torch.stack(train(model, optimizer, rank, world, run, 0, run.steps)))
-        optimizer.close()
-    return paths
+    """Trajectories, alternately under DDP and without it."""
+    return [(averaged if i % 2 else ranks.together)(rank, world, strategy, run) for i, run in enumerate(runs)]
 
 
 @pytest.mark.parametrize("rest", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["a_share", "all_others"])
@@ -108,13 +88,13 @@ def paths_of_runs(rank: int, world: int, strategy: str, runs: list[Run]) -> list
 def test_shards_equal_the_joined_batch(pool: Pool, strategy: str, world: int, rest: bool) -> None:
     runs = runs_of(strategy, world, rest)
     for run, *paths in zip(runs, *pool.run(paths_of_runs, strategy, runs, world=world, timeout=120), strict=True):
-        assert_same_path(paths, alone(run)[0])
+        assert_same_path(paths, ranks.alone(run)[0])
 
 
 def observed(rank: int, world: int, strategy: str | None, run: Run) -> Tensor:
     """A trajectory with the exact Fisher of all outputs, or of one, because HyLo keeps a single row of each example."""
     model = TASKS[run.task].model()
-    comm = STRATEGIES[strategy](average_gradients=True) if strategy else None
+    comm = ranks.STRATEGIES[strategy](average_gradients=True) if strategy else None
     with build(run.method, model, comm, fisher="exact", **run.keywords) as optimizer:
         path = []
         for step in range(run.steps):
@@ -139,13 +119,9 @@ OBSERVED = {
 }
 
 
-@each(run=OBSERVED, strategy=["mem", "comm"])
+@each(run=OBSERVED, strategy=BOTH)
 def test_an_exact_fisher_is_that_of_the_joined_batch(pool: Pool, run: Run, strategy: str) -> None:
     assert_same_path(pool.run(observed, strategy, run), observed(0, 1, None, run), tolerance=1e-10)
-
-
-#: Intervals between refreshes, each for two steps.
-SWITCHED = (0, 1, 0, 2)
 
 
 def switched(model: nn.Module, optimizer: Any, run: Run, rank: int = 0, world: int = 1) -> Tensor:
@@ -157,7 +133,7 @@ def switched(model: nn.Module, optimizer: Any, run: Run, rank: int = 0, world: i
     for trains in (False, True):  # the ranks compare their plans again
         model.get_parameter(next(name for name, _ in model.named_parameters())).requires_grad_(trains)
         path += train(model, optimizer, rank, world, run, len(path), len(path) + 1)
-    for interval in SWITCHED:
+    for interval in (0, 1, 0, 2):
         group["inv_update_steps"] = interval
         path += train(model, optimizer, rank, world, run, len(path), len(path) + 2)
     optimizer.close()
@@ -196,20 +172,20 @@ def exchanging(model: nn.Module, optimizer: Any, step: int) -> None:
 
 DECAYING = Run(keywords={"factor_update_steps": 1, "inv_update_steps": 4, "refresh_warmup": False}, steps=9)
 RUNNING = {**RARE, "estimator": "running"}
+#: Functions that are called before a step, and runs.
 CHANGES = {
     "decay": (alternating, DECAYING),
     "layers": (freezing, Run("mixed", "ekfac_intra", RARE, steps=13)),
     "to running": (exchanging, Run("mixed", "ekfac_intra", RARE, steps=13)),
     "to intra": (exchanging, Run("mixed", "ekfac_intra", RUNNING, steps=13)),
 }
-"""Functions that are called before a step, and runs."""
 
 
 def changing(rank: int, world: int, strategy: str | None, change: str) -> tuple[Tensor, list[int]]:
     """The trajectory, and the number of entries of the bases after every step."""
     before, run = CHANGES[change]
     model = TASKS[run.task].model()
-    comm = STRATEGIES[strategy](average_gradients=True) if strategy else None
+    comm = ranks.STRATEGIES[strategy](average_gradients=True) if strategy else None
     with build(run.method, model, comm, **run.keywords) as optimizer:
         path, kept = [], []
         for step in range(run.steps):
@@ -233,26 +209,24 @@ def test_options_and_layers_may_change(pool: Pool, change: str, strategy: str) -
 
 # ----------------------------------------------------------------------------------------------------------- Statistics
 SIZES = {"2": [(6, 6), (5, 2), (1, 7)], "3": [(4, 4, 4), (5, 2, 1), (1, 8, 3)]}
-
-
 SUMMED = {**STILL, "loss_reduction": "sum"}
 MEASURED = {
     "eigen": Run("mlp", "kfac_eigen", STILL),
     "cholesky": Run("mlp", "kfac_cholesky", STILL),
     "mixed": Run("mixed", "ekfac_intra", STILL),
     "words": Run("words", "ekfac_intra", STILL),
-    **{f"sum {method}": Run("mlp", method, SUMMED, loss=sum_loss) for method in KRONECKER},
-    "sum rows": Run("mlp", "hylo_sngd", {"lr": 0.0, "update_steps": 1, "loss_reduction": "sum"}, loss=sum_loss),
+    **{f"sum {method}": Run("mlp", method, SUMMED, loss=ranks.sum_loss) for method in KRONECKER},
+    "sum rows": Run("mlp", "hylo_sngd", {"lr": 0.0, "update_steps": 1, "loss_reduction": "sum"}, loss=ranks.sum_loss),
 }
 
 
-@each(run=MEASURED, sizes=SIZES, strategy=["mem", "comm"])
+@each(run=MEASURED, sizes=SIZES, strategy=BOTH)
 def test_unequal_batches_are_weighted_by_their_examples(
     pool: Pool, run: Run, sizes: list[tuple[int, ...]], strategy: str
 ) -> None:
     """This holds for mean losses; for summed losses, statistics are those of the joined batch, too."""
-    held = pool.run(statistics_of_shards, strategy, run, sizes, world=len(sizes[0]))
-    assert_held(held, joined_statistics(run, [sum(of_step) for of_step in sizes]), strategy == "comm")
+    held = pool.run(ranks.statistics_of_shards, strategy, run, sizes, world=len(sizes[0]))
+    assert_held(held, ranks.joined_statistics(run, [sum(of_step) for of_step in sizes]), strategy == "comm")
 
 
 def masked_steps(model: nn.Module, optimizer: Any, rank: int, world: int) -> Tensor:
@@ -276,20 +250,19 @@ def masked_steps(model: nn.Module, optimizer: Any, rank: int, world: int) -> Ten
 
 def masked_shards(rank: int, world: int, strategy: str, run: Run) -> tuple[Tensor, dict[str, Tensor]]:
     model = DDP(TASKS[run.task].model(device_of(rank)))
-    with optimizer_on(model, strategy, run) as optimizer:
-        return masked_steps(model, optimizer, rank, world), curvatures(optimizer)
+    with ranks.optimizer_on(model, strategy, run) as optimizer:
+        return masked_steps(model, optimizer, rank, world), ranks.curvatures(optimizer)
 
 
 @each(method=["kfac_eigen", "ekfac_intra"], strategy=BOTH)
-def test_masked_tokens(pool: Pool, method: str, strategy: str) -> None:
-    """Ranks have unequal numbers of tokens in the same number of sequences."""
+def test_ranks_may_have_unequal_numbers_of_unmasked_tokens(pool: Pool, method: str, strategy: str) -> None:
     run = Run("words", method, {"factor_update_steps": 1, "inv_update_steps": 2})
     model = TASKS["words"].model()
     optimizer = build(method, model, **run.keywords)
     path = masked_steps(model, optimizer, 0, 1)
     results = pool.run(masked_shards, strategy, run, world=3)
     assert_same_path([of_rank[0] for of_rank in results], path)
-    assert_held([of_rank[1] for of_rank in results], curvatures(optimizer), strategy == "comm")
+    assert_held([of_rank[1] for of_rank in results], ranks.curvatures(optimizer), strategy == "comm")
 
 
 # ------------------------------------------------------------------------------------- Against a plain list of examples
@@ -298,15 +271,13 @@ def test_factors_are_those_of_a_plain_list_of_examples(pool: Pool) -> None:
     for strategy in ("comm", "mem", "hybrid_third", "chief", "chief_inverses", "chief_own"):
         own = 5 if strategy == "chief_own" else EXAMPLES  # only the shard of the chief
         expected = expected_factors(TASKS["mlp"].model(), *(t[:own] for t in run.batch(0)), F.cross_entropy)
-        held = pool.run(statistics_of_shards, strategy, run, [(5, 4, 3)], world=3)
+        held = pool.run(ranks.statistics_of_shards, strategy, run, [(5, 4, 3)], world=3)
         assert_held(held, {name: kron(B, A) for name, (A, B) in expected.items()}, strategy == "comm")
         if strategy.startswith("chief"):
             assert [len(of_rank) for of_rank in held] == [3, 0, 0]
 
 
 # --------------------------------------------------------------------- Layers that only use the examples of their owner
-
-
 def simulated(run: Run, owners: dict[str, int], world: int) -> Tensor:
     """One process with a copy of the model per rank, which captures from its shard and steps with the joined gradient.
 
@@ -351,20 +322,3 @@ def test_owners_estimate_from_their_own_examples(pool: Pool, run: Run, where: tu
     assert all(of_rank["owners"] == owners and "statistics" not in of_rank["sent"] for of_rank in found)
     assert set(owners.values()) == ({1} if strategy == "chief_own" else set(range(world)))
     assert_same_path(paths_of(found), simulated(run, owners, world), tolerance=1e-10)
-
-
-#: Every method under every strategy that supports it: some strategies place factors.
-OF_FACTORS = ("comm_owner", "mem_replicated", "local_factors", "chief", "chief_inverses", "chief_own")
-UNDER = {f"{m}-{s}": (m, s) for s in STRATEGIES for m in METHODS if m in KRONECKER or s not in OF_FACTORS}
-
-
-def world_of(strategy: str) -> int:
-    return {"hybrid_half": 4, "hybrid_third": 3}.get(strategy, 2)
-
-
-@only("ekfac_intra-mem", of=UNDER)
-def test_replicas_are_equal_for_200_steps(pool: Pool, of: tuple[str, str]) -> None:
-    method, strategy = of
-    paths = pool.run(together, strategy, Run("mlp", method, {"lr": 0.01}, steps=200), world=world_of(strategy))
-    assert_replicas(paths)
-    assert not torch.equal(paths[0][0], paths[0][-1])

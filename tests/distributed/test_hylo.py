@@ -16,16 +16,8 @@ from secondorder import HyLo
 from secondorder.capture.statistics.measurement import Measured
 from secondorder.switching import ProbeError
 from tests.support.grid import only
-from tests.support.oracles.ranks import (
-    TASKS,
-    Run,
-    assert_replicas,
-    assert_same_path,
-    descend,
-    distance,
-    optimizer_on,
-    shard,
-)
+from tests.support.oracles import ranks
+from tests.support.oracles.ranks import TASKS, Run, assert_replicas, assert_same_path, descend, distance, optimizer_on
 from tests.support.pool import Failure, Pool, device_of, everywhere, on_every_rank
 from tests.support.rows import SETTINGS, Case, chosen_path, in_one_process, on_rank, on_ranks
 
@@ -59,12 +51,7 @@ SAME = {
     "groups_relative": Same(Case("groups", RELATIVE, SIZES, 5)),
     "groups": Same(Case("groups", EXPANDED, SIZES, 5)),
     "factors-reduce": Same(Case("cnn", FACTORED, SIZES, 5), ("mem", "comm_owner"), to_the_bit=False),
-    "factors-expand": Same(
-        Case("cnn", {**FACTORED, "approx": "expand"}, SIZES, 5), ("mem", "comm_owner"), to_the_bit=False
-    ),
-    "factors-groups": Same(
-        Case("groups", {**FACTORED, "approx": "expand"}, SIZES, 5), ("mem", "comm_owner"), to_the_bit=False
-    ),
+    "factors-groups": Same(Case("groups", {**FACTORED, **EXPANDED}, SIZES, 5), ("mem", "comm_owner"), to_the_bit=False),
 }
 
 
@@ -98,8 +85,9 @@ def test_rows_are_chosen_from_every_shard(pool: Pool, keywords: dict[str, Any]) 
     assert distance(of_ranks[0][0], expected) < 1e-9
 
 
-def rows_of_draws(rank: int, world: int) -> Any:
-    """Rows of all ranks, which have the same examples, at three steps that move nothing."""
+@on_every_rank(2)
+def test_draws_differ_between_ranks_and_between_steps(rank: int, world: int) -> None:
+    """Equal draws of two ranks, which have the same examples, or of two steps would add no information."""
     torch.manual_seed(0)
     model, x, found = nn.Linear(4, 3).double(), torch.randn(5, 4, dtype=torch.float64), []
     with HyLo(model, lr=1e-300, fisher="mc", mode="sngd", update_steps=1, approx="expand") as optimizer:
@@ -110,20 +98,13 @@ def rows_of_draws(rank: int, world: int) -> Any:
             outputs.logsumexp(1).mean().backward()
             optimizer.step()
             found += optimizer.state[model.weight]["rows_g"].clone().chunk(world)
-    return found
-
-
-def test_draws_differ_between_ranks_and_between_steps(pool: Pool) -> None:
-    """Equal draws of two ranks or steps would add no information."""
-    found = pool.run(rows_of_draws, world=2)[0]
     assert len(found) == 6
     for i, one in enumerate(found):
         assert not any(torch.equal(one, other) for other in found[:i])
 
 
 # ---------------------------------------------------------------------------------------------------- Messages and rows
-SIDES = {"0": (6, 6), "2": (7, 5), "4": (6, 4)}
-"""The sizes of a and g of the layers of the task."""
+SIDES = {"0": (6, 6), "2": (7, 5), "4": (6, 4)}  # sizes of a and g of the layers of the task
 
 
 def second_refresh(rank: int, world: int, strategy: str, keywords: Mapping[str, Any]) -> dict[str, int]:
@@ -133,7 +114,7 @@ def second_refresh(rank: int, world: int, strategy: str, keywords: Mapping[str, 
     with optimizer_on(model, strategy, run) as optimizer:
         for step in range(2):
             optimizer.comm.collectives.counter.clear()
-            descend(model, optimizer, shard(run.batch(step), rank, world), run)
+            descend(model, optimizer, ranks.shard(run.batch(step), rank, world), run)
         return optimizer.comm.collectives.counter.bytes_by_stage()
 
 
@@ -151,14 +132,6 @@ def test_bytes_of_a_refresh(rank: int, world: int) -> None:
         assert comm == {"rows": 8 * 2 * rows, "curvature": 8 * kernels}
         assert mem == {"rows": 8 * rows, "directions": 8 * directions}
         assert owner == {"rows": 8 * rows, "curvature": 8 * (kernels + kept)}
-
-
-@pytest.mark.parametrize("strategy", ["comm", "mem"])
-def test_rows_are_allocated_at_construction(pool: Pool, strategy: str) -> None:
-    """They have space for the given batch size on W ranks, and results are exact even if it is not filled."""
-    case = Case(keywords={"mode": "sngd", "batch_size": 6}, sizes=(5, 3, 4), steps=4)
-    paths = pool.run(allocated, strategy, case, world=3)
-    assert_same_path(paths, in_one_process(Case(sizes=case.sizes, steps=4), 3), 1e-10)
 
 
 def allocated(rank: int, world: int, strategy: str, case: Case) -> Tensor:
@@ -180,6 +153,14 @@ def allocated(rank: int, world: int, strategy: str, case: Case) -> Tensor:
         return path
 
 
+@pytest.mark.parametrize("strategy", ["comm", "mem"])
+def test_rows_are_allocated_at_construction(pool: Pool, strategy: str) -> None:
+    """They have space for the given batch size on W ranks, and results are exact even if it is not filled."""
+    case = Case(keywords={"mode": "sngd", "batch_size": 6}, sizes=(5, 3, 4), steps=4)
+    paths = pool.run(allocated, strategy, case, world=3)
+    assert_same_path(paths, in_one_process(Case(sizes=case.sizes, steps=4), 3), 1e-10)
+
+
 @on_every_rank(2)
 def test_curvature_of_other_ranks_is_reported_as_elsewhere(rank: int, world: int) -> None:
     with on_rank(Case(), "mem", rank, world) as (_, optimizer, go):
@@ -195,15 +176,11 @@ def test_curvature_of_other_ranks_is_reported_as_elsewhere(rank: int, world: int
 
 
 # --------------------------------------------------------------------------------------- Decisions that all ranks share
-POLICIES = {"gradient norms": None, "errors of probes": ProbeError(layers=2, threshold=0.6)}
-
-
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [None, ProbeError(layers=2, threshold=0.6)], ids=["norms", "probes"])
 @on_every_rank(3)
-def test_policies_decide_alike(rank: int, world: int, policy: str) -> None:
+def test_policies_decide_alike(rank: int, world: int, policy: Any) -> None:
     """Each rank probes its own examples, and the state of the policy is the mean."""
-    case = Case(keywords={"mode": "auto", "rank_fraction": 0.5, "switch": POLICIES[policy]}, sizes=(5, 3, 4))
-    found = []
+    case, found = Case(keywords={"mode": "auto", "rank_fraction": 0.5, "switch": policy}, sizes=(5, 3, 4)), []
     for strategy in ("comm", "mem"):
         with on_rank(case, strategy, rank, world) as (_, optimizer, go):
             path = go(*range(case.steps))
@@ -211,7 +188,7 @@ def test_policies_decide_alike(rank: int, world: int, policy: str) -> None:
     results = [result for of_rank in everywhere(found) for result in of_rank]
     assert_replicas([path for path, _, _ in results])
     assert all(switches == results[0][1] for _, switches, _ in results)
-    if policy == "errors of probes":
+    if policy is not None:
         assert [mode for _, mode in results[0][1]] == ["kid", "kis"]
         assert len({remembered[0] for _, _, remembered in results}) == 1
 
@@ -279,9 +256,6 @@ def test_rows_come_from_the_chief_or_from_ranks_whose_rows_are_finite(pool: Pool
             assert all(distance(dense, optimizer.dense_curvature(name)) < 1e-9 for name, dense in found.items())
 
 
-INVERT = "secondorder.preconditioners.rows.invert_kernels"
-
-
 def failing(rank: int, world: int, strategy: str, where: str) -> tuple[dict[str, Any], Tensor, list[int]]:
     """Counters, trajectory and refreshes of each layer after three refreshes, the second of which fails."""
     case = Case(keywords={"mode": "kid", "rank_fraction": 0.5, "update_steps": 1})
@@ -291,7 +265,7 @@ def failing(rank: int, world: int, strategy: str, where: str) -> tuple[dict[str,
             if where == "choosing" and rank == 1:
                 patch.setattr(optimizer.preconditioner.selection, "choose", raising)
             if where == "inverting":
-                patch.setattr(INVERT, none_inverted)
+                patch.setattr("secondorder.preconditioners.rows.invert_kernels", none_inverted)
             path.append(go(1))
         path.append(go(2))
         refreshes = [optimizer.state[b.owner]["refreshes"] for b in optimizer.blocks.values()]

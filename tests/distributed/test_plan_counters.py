@@ -18,7 +18,7 @@ from secondorder import CommOpt, DedicatedWorkers, HybridOpt, MemOpt
 from secondorder.comm import rank_grid
 from secondorder.comm.buffers import Buffers
 from tests.support.grid import sample
-from tests.support.oracles.ranks import EXAMPLES, METHODS, STRATEGIES, TASKS, Batch, Run, build, descend, shard
+from tests.support.oracles.ranks import EXAMPLES, METHODS, STRATEGIES, TASKS, Run, build, descend, shard
 from tests.support.pool import Pool
 
 PERIOD = 4  # a multiple of all intervals
@@ -27,6 +27,7 @@ STORED = ("factors", "second_order", "scale", "window", "error", "gram", "rows",
 GRID = ("comm", "mem", "hybrid_half", "hybrid_third", "comm_owner", "mem_replicated")
 OTHERS = ("local_factors", "chief", "chief_inverses", "chief_own")
 WINDOWS = ("mfac", "mfac_sparse", "ggt")
+#: Options that change the messages.
 EXTRA: dict[str, tuple[str, dict[str, Any]]] = {
     "kfac_stagger": ("kfac_eigen", {"stagger": True}),
     "kfac_overlap": ("kfac_cholesky", {"overlap": True}),
@@ -41,7 +42,6 @@ EXTRA: dict[str, tuple[str, dict[str, Any]]] = {
     "mfac_layers": ("mfac", {"partition": "layer"}),
     "mfac_decay": ("mfac", {"weight_decay": 0.1, "weight_decay_mode": "reg"}),
 }
-"""Options that change the messages."""
 
 
 def fits(strategy: str, method: str, world: int) -> bool:
@@ -74,16 +74,12 @@ def optimizer_of(method: str, model: nn.Module, world: int, comm: Any = None) ->
     return build(name, model, comm, **({"update_steps": 2} if name.startswith("hylo") else {}) | keywords)
 
 
-def batch_of(step: int, rank: int, world: int) -> Batch:
-    return shard(TASKS["words"].batch(step), rank, world)
-
-
 def train(optimizer: Any, model: nn.Module, rank: int, world: int, steps: range) -> list[dict[str, int]]:
     """Bytes by stage of each step."""
     found = []
     for step in steps:
         optimizer.comm.collectives.counter.clear()
-        descend(model, optimizer, batch_of(step, rank, world), Run())
+        descend(model, optimizer, shard(TASKS["words"].batch(step), rank, world), Run())
         found.append(optimizer.comm.collectives.counter.bytes_by_stage())
     return found
 
@@ -111,7 +107,7 @@ def planned(method: str, strategy: str, world: int) -> Any:
     """The plan of a single process after a step with the batch of a rank."""
     model = TASKS["words"].model()
     optimizer = optimizer_of(method, model, world)
-    descend(model, optimizer, batch_of(0, 0, world), Run())
+    descend(model, optimizer, shard(TASKS["words"].batch(0), 0, world), Run())
     return optimizer.plan(world, STRATEGIES[strategy](average_gradients=True))
 
 
@@ -214,7 +210,8 @@ def serve(rank: int, world: int, arguments: dict[str, Any], epochs: int) -> dict
             comm.serve(optimizer)
         else:
             for step in range(epochs * PERIOD):
-                descend(model, optimizer, batch_of(step, comm.data_rank, comm.data_world), Run())
+                batch = shard(TASKS["words"].batch(step), comm.data_rank, comm.data_world)
+                descend(model, optimizer, batch, Run())
     return {"sent": comm.collectives.counter.bytes_by_stage(), "stored": stored(optimizer)}
 
 

@@ -66,18 +66,14 @@ dist.destroy_process_group()
 """
 
 
-def _script(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
-    path.chmod(0o755)
-
-
 def _run_job(folder: Path, *words: str, **env: str) -> list[dict]:
     """Submit the template of a job, with a probe in place of its script; return the results of all ranks."""
     commands, templates = folder / "bin", folder / "templates"
     for made in (commands, templates):
         made.mkdir(parents=True)
     for name, text in (("scontrol", SCONTROL), ("srun", SRUN), ("torchrun", TORCHRUN)):
-        _script(commands / name, text)
+        (commands / name).write_text(text, encoding="utf-8")
+        (commands / name).chmod(0o755)
     shutil.copy(TEMPLATES / "node.sh", templates)
     (templates / "train.py").write_text(PROBE, encoding="utf-8")
     job = {
