@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,10 +18,9 @@ from tests.support.sharding import Case, Wrap, fully_sharded, started
 
 
 @contextmanager
-def exchanged(optimizer: Any) -> Iterator[list[tuple[int, int]]]:
+def exchanged() -> Iterator[list[tuple[int, int]]]:
     """The numbers of elements that this rank sent to and received from others in each exchange, in order."""
-    found: list[tuple[int, int]] = []
-    original = dist.all_to_all_single
+    found, original = [], dist.all_to_all_single
 
     def noted(output: Tensor, given: Tensor, taken: Any = None, sizes: Any = None, **rest: Any) -> Any:
         rank = dist.get_rank()
@@ -28,11 +28,8 @@ def exchanged(optimizer: Any) -> Iterator[list[tuple[int, int]]]:
         found.append((given.numel() - own_given, output.numel() - own_taken))
         return original(output, given, taken, sizes, **rest)
 
-    dist.all_to_all_single = noted
-    try:
+    with mock.patch.object(dist, "all_to_all_single", noted):
         yield found
-    finally:
-        dist.all_to_all_single = original
 
 
 def pieces(optimizer: Any, block: Any) -> int:
@@ -41,14 +38,11 @@ def pieces(optimizer: Any, block: Any) -> int:
 
 
 def last_step(rank: int, world: int, case: Case, steps: int) -> tuple[Any, list[tuple[int, int]]]:
-    """The optimizer after some steps, with a counter of the last step only, and the exchanges of that step.
-
-    They are those of gradients and of directions, which are left out if no rank needs them.
-    """
+    """The optimizer after some steps, with a counter of the last step only, and the exchanges of that step."""
     model, optimizer = started(rank, world, case)
     for step in range(steps):
         optimizer.comm.collectives.counter.clear()
-        with exchanged(optimizer) as found:
+        with exchanged() as found:
             descend(model, optimizer, shard(case.batch(step), rank, world), case)
     assert len(found) <= 2
     optimizer.close()
@@ -56,6 +50,7 @@ def last_step(rank: int, world: int, case: Case, steps: int) -> tuple[Any, list[
 
 
 def padded(found: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The exchanges of gradients and of directions, which are left out if no rank needs them."""
     return [*found, (0, 0), (0, 0)][:2]
 
 
@@ -158,10 +153,10 @@ def stored(rank: int, world: int, method: str, keywords: dict[str, Any]) -> dict
 @each(method=["kfac_eigen", "ekfac_running"], world=[2, 4])
 @on_every_rank()
 def test_curvature_of_a_layer_is_only_on_its_owner(rank: int, world: int, method: str) -> None:
-    """Each of W ranks has 1/W of two factors, two bases and two spectra per layer, in float64."""
-    layers, usage = DEPTH // world, stored(rank, world, method, {})
-    assert usage["factors"] == layers * 2 * SIDE**2 * 8
-    assert usage["second_order"] == layers * (2 * SIDE**2 + 2 * SIDE) * 8
+    """Each of W ranks has 1/W of two factors, two bases and two spectra per layer."""
+    numbers, usage = 8 * DEPTH // world, stored(rank, world, method, {})
+    assert usage["factors"] == numbers * 2 * SIDE**2
+    assert usage["second_order"] == numbers * (2 * SIDE**2 + 2 * SIDE)
 
 
 @sample(method=["mfac_sparse", "ggt", "mfac"], world=[4, 2])

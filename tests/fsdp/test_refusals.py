@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from secondorder import EKFAC, GGT, KFAC, MFAC, CommOpt, DedicatedWorkers, HyLo, MemOpt, SparseMFAC
 from tests.support.building import built
-from tests.support.grid import only, sample
+from tests.support.grid import sample
 from tests.support.networks import Sometimes
 from tests.support.oracles.ranks import LAYERWISE, assert_replicas, build, descend, distance, flat, mean_loss, shard
 from tests.support.pool import Pool, device_of, on_every_rank
@@ -102,10 +102,9 @@ def test_no_layer_is_lost_while_the_module_has_unsharded_parameters(rank: int, w
     optimizer.close()
 
 
-METHODS: list[tuple[str, dict[str, Any]]] = [
-    ("kfac_eigen", {}), ("ekfac_intra", {}), ("mfac", {}), ("mfac", {"partition": "layer"}), ("mfac_sparse", {}),
-    ("ggt", {}),
-]  # fmt: skip
+#: Methods and the partition of their windows.
+METHODS = [(name, {}) for name in ("kfac_eigen", "ekfac_intra", "mfac", "mfac_sparse", "ggt")]
+METHODS += [("mfac", {"partition": "layer"})]
 
 
 def steps_of(model: nn.Module, optimizer: Any, rank: int, shards: int, classes: int) -> Tensor:
@@ -178,23 +177,19 @@ def tensor_parallel(rank: int, world: int) -> list[Tensor]:
     return found
 
 
-@only("4", world=[2, 4])
+@pytest.mark.parametrize("world", [4, pytest.param(2, marks=pytest.mark.slow)])
 def test_windows_cover_tensor_parallel_modules_and_layer_methods_can_skip_them(pool: Pool, world: int) -> None:
     assert_all_like_one_process(pool, tensor_parallel, world)
 
 
-@on_every_rank(2)
-def test_layer_methods_refuse_tensor_parallel_layers_by_name(rank: int, world: int) -> None:
+@on_every_rank(4)
+def test_parameters_that_are_tensor_parallel_or_sharded_in_two_ways_are_refused_by_name(rank: int, world: int) -> None:
+    """The latter are tensor-parallel on pairs of ranks, and FSDP2 shards the parts."""
     for cls in (KFAC, EKFAC, HyLo):
         kind, text = raised(cls, parallel(rank, world))
         assert kind == "NotImplementedError"
         for word in ("up", "down", "tensor", "skip_layers"):
             assert word in text, text
-
-
-@on_every_rank(4)
-def test_parameters_that_are_sharded_in_two_ways_are_refused_by_name(rank: int, world: int) -> None:
-    """They are tensor-parallel on pairs of ranks, and FSDP2 shards the parts."""
     model = four_layers(rank)
     mesh = init_device_mesh(device_of(rank).type, (2, 2), mesh_dim_names=("data", "parallel"))
     parallelize_module(model, mesh["parallel"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -215,15 +210,11 @@ def test_an_optimizer_that_was_built_before_sharding_raises_at_its_first_step(ra
             optimizer.step()
 
 
-@on_every_rank(2)
-def test_a_plan_after_sharding_is_refused(rank: int, world: int) -> None:
+@on_every_rank(3)
+def test_plans_and_options_that_do_not_support_sharding_are_refused(rank: int, world: int) -> None:
     _, optimizer = started(rank, world, Case(task="mlp"))
     with pytest.raises(NotImplementedError, match="before fully_shard"):
         optimizer.plan()
-
-
-@on_every_rank(3)
-def test_options_that_do_not_support_sharding_are_refused_at_construction(rank: int, world: int) -> None:
     for given, word in (
         ({"comm": MemOpt(average_gradients=True)}, "average_gradients"),
         ({"comm": DedicatedWorkers()}, "DedicatedWorkers"),
@@ -278,18 +269,13 @@ def test_sharding_after_construction_is_refused_with_average_gradients(rank: int
         step()
 
 
-def wrapped(module: nn.Module) -> nn.Module:
-    """A module as the first FSDP wraps it, without its constructor, which needs an accelerator."""
-    found = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
-    nn.Module.__init__(found)
-    found._fsdp_wrapped_module, found.training_state = module, None
-    return found
-
-
 def test_the_first_fsdp_is_refused_with_the_remedy() -> None:
-    for cls, inside in product((KFAC, EKFAC, HyLo, MFAC, SparseMFAC, GGT), (False, True)):
-        model = wrapped(nn.Linear(4, 3))
-        kind, text = raised(cls, nn.Sequential(model) if inside else model)
+    """It is built without its constructor, which needs an accelerator."""
+    model = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+    nn.Module.__init__(model)
+    model._fsdp_wrapped_module, model.training_state = nn.Linear(4, 3), None
+    for cls, module in product((KFAC, EKFAC, HyLo, MFAC, SparseMFAC, GGT), (model, nn.Sequential(model))):
+        kind, text = raised(cls, module)
         assert kind == "NotImplementedError"
         assert "FullyShardedDataParallel" in text
         assert "fully_shard" in text
