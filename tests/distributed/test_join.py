@@ -3,6 +3,7 @@
 import copy
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -137,6 +138,16 @@ def test_a_copy_is_joinable_and_not_in_a_join() -> None:
     assert isinstance(twin, Joinable)
     assert not twin._join_config.enable
     assert_identical(twin.state_dict(), optimizer.state_dict())
+
+
+def test_a_rank_without_data_discards_its_last_batch_before_it_steps() -> None:
+    model = TASKS["mlp"].model()
+    optimizer, seen = build("kfac_eigen", model), Mock()
+    model(TASKS["mlp"].batch(0)[0]).sum().backward()
+    optimizer.preconditioner.hooks.discard, optimizer.step = seen.discard, seen.step
+    optimizer.join_hook().main_hook()
+    assert seen.mock_calls == [call.discard(), call.step()]
+    assert all(p.grad is None for p in model.parameters())
 
 
 @on_every_rank(2)
