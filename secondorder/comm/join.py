@@ -12,7 +12,7 @@ stage like the others. Outside of an active ``Join``, no message is sent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -41,7 +41,7 @@ def joining_group() -> Any:
 class UnevenInputs:
     """Exchanges gradients and options, which have these names, with the other ranks inside ``Join``."""
 
-    def __init__(self, comm: CommStrategy, table: ParameterTable, options: Sequence[str]) -> None:
+    def __init__(self, comm: CommStrategy, table: ParameterTable, options: Iterable[str]) -> None:
         self._comm, self._table, self._options = comm, table, sorted(options)
         #: Whether this rank has no data left and takes part in the steps of the others inside ``Join``.
         self.has_joined = False

@@ -3,13 +3,14 @@
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from secondorder import EKFAC, KFAC, MFAC, AdaptationOptions, CommOpt, HybridOpt, MemOpt, RefreshOptions
 from secondorder.curvature.factorization import EIGEN
@@ -17,7 +18,7 @@ from secondorder.curvature.inverse import Eigen
 from tests.support.grid import each, only
 from tests.support.oracles.ranks import TASKS, Run, build, flat
 from tests.support.pool import Pool, everywhere, on_every_rank
-from tests.support.saving import raised, started, train
+from tests.support.saving import raised, snapshot, started, train
 from tests.support.tasks import assert_identical
 
 LONG = 600.0  # seconds that no test can wait
@@ -27,7 +28,7 @@ EAGER = {"factor_update_steps": 1, "inv_update_steps": 1}
 # --------------------------------------------------------------------------------------------------------------- Killed
 # The victim is killed before its first message, between two messages, or after its last one.
 MOMENTS = ("reduce", "refresh_due", "apply")
-KILLS = {"mem": 2, "comm": 2, "hybrid_half": 4}
+KILLS = {"mem": 3, "comm": 2, "hybrid_half": 4}
 
 
 def killed(rank: int, world: int, strategy: str, victim: int, moment: str) -> int:
@@ -54,6 +55,43 @@ def test_peers_of_a_killed_rank_raise(pool: Pool, strategy: str, victim: int, mo
     assert answers[victim][:2] == ("Died", f"exit code {-signal.SIGKILL}")
     for rank in set(range(world)) - {victim}:
         assert answers[rank].type == "RuntimeError", answers[rank]
+
+
+def started_again(rank: int, world: int, strategy: str, how: str, folder: Path, killed: bool) -> Tensor:
+    """Train from the last checkpoint, which is one file or one per rank; the last rank may be killed within a step."""
+    run, every, model_file = Run(), 4, folder / "model.pt"
+    file = folder / ("all.pt" if how == "one" else f"rank-{rank}.pt")
+    model, optimizer = started(rank, strategy, run)
+    first = 0
+    if file.exists():
+        first = every
+        model.load_state_dict(torch.load(model_file, weights_only=True))
+        optimizer.load_state_dict(torch.load(file, weights_only=True))
+    train(model, optimizer, rank, world, run, first, every)
+    if first == 0:
+        if how == "one":
+            optimizer.consolidate_state_dict()
+        if rank == 0:
+            torch.save(model.state_dict(), model_file)
+        if how == "each" or rank == 0:
+            torch.save(snapshot(optimizer), file)
+        dist.barrier()
+    if killed and rank == world - 1:
+        optimizer.preconditioner.refresh_due = lambda: os.kill(os.getpid(), signal.SIGKILL)
+    return torch.stack(train(model, optimizer, rank, world, run, every, 8))
+
+
+@pytest.mark.parametrize(("strategy", "how"), [("mem", "one"), ("mem", "each"), ("comm", "one")])
+def test_ranks_that_start_again_after_a_kill_end_as_if_nothing_had_happened(
+    pool: Pool, tmp_path: Path, strategy: str, how: str
+) -> None:
+    limits = {"group_timeout": LONG, "expect_failure": True}
+    disturbed = pool.run(started_again, strategy, how, tmp_path, True, **limits)
+    assert [answer.type for answer in disturbed] == ["RuntimeError", "Died"]
+    again = pool.run(started_again, strategy, how, tmp_path, False)
+    (tmp_path / "undisturbed").mkdir()
+    undisturbed = pool.run(started_again, strategy, how, tmp_path / "undisturbed", False)
+    assert_identical(again, undisturbed)
 
 
 # ------------------------------------------------------------------------------------------------- An error on one rank

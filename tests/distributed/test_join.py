@@ -153,8 +153,13 @@ def test_a_rank_without_data_discards_its_last_batch_before_it_steps() -> None:
 @on_every_rank(2)
 def test_ranks_without_data_follow_options_that_change(rank: int, world: int) -> None:
     """They change on the rank that still has data, and the other rank has to measure in the same steps."""
+    for rule in ({"graft": "adam"}, {"fallback": "adamw"}):  # Adam's rule for covered parameters, and for the others
+        check_options_that_change(rank, world, rule)
+
+
+def check_options_that_change(rank: int, world: int, rule: dict[str, str]) -> None:
     rate, own = torch.tensor(0.05, dtype=torch.float64), {"factor_update_steps": 4, "inv_update_steps": 8}
-    run = Run(keywords={**own, "lr": rate, "graft": "adam", "refresh_warmup": False})
+    run = Run(keywords={**own, **rule, "lr": rate, "refresh_warmup": False})
     model, optimizer, joinables = joined(rank, "comm", run)
     (group,) = optimizer.param_groups
     with Join(joinables):
@@ -166,7 +171,7 @@ def test_ranks_without_data_follow_options_that_change(rank: int, world: int) ->
             train(model, optimizer, rank, world, run, 6, 10)
             group.update(inv_update_steps=12)  # after the last step
     assert group["lr"] is rate
-    assert (float(rate), group["betas"], group["graft"]) == (0.02, (0.5, 0.75), "adam")
+    assert (float(rate), group["betas"], group["graft"]) == (0.02, (0.5, 0.75), rule.get("graft"))
     assert (group["factor_update_steps"], group["inv_update_steps"]) == (3, 12)
     assert_identical(*everywhere(flat(model)))
 
