@@ -293,10 +293,7 @@ class KroneckerFactors:
 
     def tikhonov(self, mean_value: Tensor, group: Mapping[str, Any]) -> Tensor:
         """λ according to the options, without weight decay."""
-        if self.layer.adapter.is_exact:
-            # Damping is relative to the steepest unit, so that a unit with little effect does not take long steps.
-            mean_value = mean_value.amax(-1, keepdim=True).expand_as(mean_value)
-        return averages.effective_damping(group["damping"], group["damping_mode"], mean_value)
+        return averages.effective_damping(group, mean_value, self.layer.adapter)
 
     # ------------------------------------------------------------------ what changes a state
     def fold(

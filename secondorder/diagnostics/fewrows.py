@@ -86,7 +86,7 @@ class FewRows:
 
     def _system(self, look: Look) -> System | None:
         """Return the layer's system of equations, or None if a number in it is not finite."""
-        group = look.block.group
+        group, adapter = look.block.group, look.block.adapter
         scale = averages.gradient_scale(look.m, group["loss_reduction"], group["loss_terms"])
         rows = kernel.scaled(approximation.in_float64(look.rows), scale**0.5)
         found = kernel.gram(rows)
@@ -94,8 +94,8 @@ class FewRows:
         mean = found.diagonal(dim1=-2, dim2=-1).mean(-1)
         if self.damping is None:
             if not self.damps_kernel:  # relative to the mean eigenvalue of F, not of the kernel
-                mean = mean * (look.rows.n / (look.block.adapter.n_a * look.block.adapter.n_g))
-            damping = averages.effective_damping(group["damping"], group["damping_mode"], mean)
+                mean = mean * (look.rows.n / (adapter.n_a * adapter.n_g))
+            damping = averages.effective_damping(group, mean, adapter)
         else:
             damping = torch.full_like(mean, self.damping)
         finite = torch.isfinite(found.sum() + matrix.sum())

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from secondorder import EKFAC, KFAC, HyLo
 from tests.support.kfac import assert_close, hook_counts, labels, noise, plain_kfac, train_step, twin
 from tests.support.layer_cases import CASES, Attends, attends, causal, spread
 from tests.support.models import seeded_build
@@ -66,6 +67,30 @@ def test_separate_projections(kdim, vdim, bias):
     check_block(opt, "attn.out_proj", expected["attn.out"])
     unseen = [name for name, p in model.named_parameters() if follows_fallback(opt, name)]
     assert all(name == "attn.in_proj_bias" and follows_fallback(opt, name, "bias") for name in unseen)
+
+
+@pytest.mark.parametrize(
+    ("method", "keywords", "trained"),
+    [
+        (KFAC, {"approx": "reduce"}, ""),
+        (KFAC, {"approx": "reduce", "inverse_method": "cholesky"}, ""),
+        (EKFAC, {}, "bias"),
+        (EKFAC, {"approx": "reduce"}, "bias"),
+        (HyLo, {}, ""),
+        (HyLo, {"approx": "expand"}, "bias"),
+    ],
+)
+def test_keys_whose_gradients_sum_to_nothing_do_not_outweigh_queries_and_values(method, keywords, trained):
+    """A softmax ignores what all scores have in common, so the sum of the gradients at the keys is a rounding error."""
+    model, x, y, _ = problem()
+    for name, p in model.attn.named_parameters():
+        p.requires_grad_(trained in name)
+    stacked = model.attn.in_proj_bias if trained else model.attn.in_proj_weight
+    before = stacked.detach().clone()
+    opt = method(model, lr=0.1, graft="sgd", momentum=0.0, damping=1.0, damping_mode="relative", **keywords)
+    train_step(opt, model, (x,), y, F.cross_entropy)
+    queries, keys, values = (part.norm() for part in (stacked.detach() - before).chunk(3))
+    assert keys < 10 * min(queries, values)
 
 
 class TwoAttentions(nn.Module):

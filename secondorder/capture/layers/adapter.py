@@ -41,6 +41,7 @@ class Adapter(ABC):
         is_exact: Whether the block is exact, so that damping has no factors over which it is split.
         channels_first: Whether the second axis of input and output counts channels.
         positions_are_tokens: Whether positions of an example may be treated as separate data.
+        sums_may_vanish: Whether output gradients may always sum to 0 over the positions in some of the Γ blocks.
     """
 
     groups: int = 1
@@ -50,6 +51,7 @@ class Adapter(ABC):
     positions_are_tokens: bool = False
     channels_first: bool = False
     is_exact: bool = False
+    sums_may_vanish: bool = False
     #: The names of the parameters that the layer applies; None if it has no such parameter.
     weight_name: str = "weight"
     bias_name: str | None = "bias"

@@ -95,6 +95,7 @@ class StackedAdapter(Adapter):
     """
 
     positions_are_tokens = True
+    sums_may_vanish = True  # those of keys, as a softmax ignores what all of its inputs have in common
 
     def __init__(self, d_in: int, d_out_per_group: int, groups: int, has_weight: bool, has_bias: bool) -> None:
         super().__init__(nn.Identity(), has_weight, has_bias)
