@@ -12,6 +12,7 @@ from torch import Tensor
 from secondorder.capture.backwards import REPLACED
 from secondorder.capture.capture import Capture
 from secondorder.capture.fisher.fisher import ModelFisher, resolved
+from secondorder.capture.fisher.observation import NothingObservedError
 from secondorder.capture.layers.parts import watched_attention
 from secondorder.capture.sites import Captured, Site, Statistic
 from secondorder.capture.statistics.measurement import Reduced
@@ -182,7 +183,13 @@ class LayerCapture:
             return
         rank = comm.data_rank if comm.combines else None
         is_sum = table.groups[0]["loss_reduction"] == "sum"
-        self._fisher.observe(capture, heads, kinds, given, is_sum=is_sum, rank=rank)
+        try:
+            self._fisher.observe(capture, heads, kinds, given, is_sum=is_sum, rank=rank)
+        except NothingObservedError:
+            # Layers without an estimate are due in every step, also those on which no output depends.
+            has_estimate = [block.has_estimate for block in self._plan.blocks]
+            if any(has_estimate[i] for i in capture.statistics.due) or not any(has_estimate):
+                raise
 
     # ------------------------------------------------------------------ what was captured
     def take(self) -> Captured:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import secondorder
-from secondorder import EKFAC, KFAC
+from secondorder import EKFAC, KFAC, HyLo
 from tests.support import kfac
 from tests.support.grid import each, pairs
 from tests.support.kfac import all_factors, assert_close, assert_factors, held_factors, layer_state, train_step, twin
@@ -382,6 +382,25 @@ def test_a_layer_that_is_not_called_keeps_its_estimate(method):
     for model.both in (True, False, True):
         observed_step(opt, model, vectors()[0], "categorical")
     assert [layer_state(opt, model, name)["factor_updates"] for name in ("first", "second", "head")] == [3, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "build",
+    [partial(KFAC, factor_update_steps=2, inv_update_steps=2), partial(HyLo, update_steps=2)],
+    ids=["KFAC", "HyLo"],
+)
+def test_a_layer_that_is_never_called_does_not_make_a_step_need_an_observation(build):
+    """It has no estimate, so it is due in every step; outputs of another model are still refused in the others."""
+    model, (x, y) = seeded_build(Sometimes), vectors()
+    model.both = False
+    opt = build(model, lr=0.0, fisher="mc")
+    for step in range(3):
+        opt.zero_grad()
+        if step % 2 == 0:
+            with pytest.raises(RuntimeError, match="no covered layer"):
+                opt.observe(mlp()(x), "categorical")
+        categorical_step(opt, model, x, y)
+    assert [layer_state(opt, model, name)["factor_updates"] for name in ("first", "second", "head")] == [2, 0, 2]
 
 
 @both

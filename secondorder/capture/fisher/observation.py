@@ -39,6 +39,13 @@ _NO_GRAPH = (
 )
 
 
+class NothingObservedError(RuntimeError):
+    """No layer whose statistics are due leads to the outputs."""
+
+    def __init__(self) -> None:
+        super().__init__(_NOTHING_TO_OBSERVE)
+
+
 class Observation:
     """Observes the forward passes that wait to be observed.
 
@@ -63,13 +70,15 @@ class Observation:
             terms: Number of loss terms in the outputs, 0-dim.
 
         Raises:
-            RuntimeError: If the outputs do not depend on a layer that is waiting, or their graph was freed.
+            NothingObservedError: If the outputs do not depend on a layer that is waiting.
+            RuntimeError: If the forward pass was observed already, or its graph was freed.
         """
         forwards = self._forwards
         waiting = [(current, edge, seen) for current in forwards.waiting() for edge, seen in current.edges]
         if not waiting:
-            again = any(current.observed for current in forwards)
-            raise RuntimeError(_OBSERVED_ALREADY if again else _NOTHING_TO_OBSERVE)
+            if any(current.observed for current in forwards):
+                raise RuntimeError(_OBSERVED_ALREADY)
+            raise NothingObservedError
         self.is_running, reached = True, set[int]()
         try:
             for number, vector in enumerate(vectors):
@@ -89,7 +98,7 @@ class Observation:
     def _count(self, passes: list[Pass], terms: Tensor) -> None:
         """Count the examples of some passes, and the loss terms in their outputs."""
         if not passes:
-            raise RuntimeError(_NOTHING_TO_OBSERVE)
+            raise NothingObservedError
         before = self._statistics.terms
         self._statistics.terms = terms if before is None else before + terms
         for current in passes:
