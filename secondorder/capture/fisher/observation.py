@@ -42,9 +42,6 @@ _NO_GRAPH = (
 class NothingObservedError(RuntimeError):
     """No layer whose statistics are due leads to the outputs."""
 
-    def __init__(self) -> None:
-        super().__init__(_NOTHING_TO_OBSERVE)
-
 
 class Observation:
     """Observes the forward passes that wait to be observed.
@@ -78,7 +75,7 @@ class Observation:
         if not waiting:
             if any(current.observed for current in forwards):
                 raise RuntimeError(_OBSERVED_ALREADY)
-            raise NothingObservedError
+            raise NothingObservedError(_NOTHING_TO_OBSERVE)
         self.is_running, reached = True, set[int]()
         try:
             for number, vector in enumerate(vectors):
@@ -98,7 +95,7 @@ class Observation:
     def _count(self, passes: list[Pass], terms: Tensor) -> None:
         """Count the examples of some passes, and the loss terms in their outputs."""
         if not passes:
-            raise NothingObservedError
+            raise NothingObservedError(_NOTHING_TO_OBSERVE)
         before = self._statistics.terms
         self._statistics.terms = terms if before is None else before + terms
         for current in passes:
