@@ -593,7 +593,8 @@ class SecondOrderOptimizer(Optimizer, Joinable):
                 been attached to a module yet.
         """
         self._checkpoint.require_module()
-        self._allocator.follow_changed()
+        if self._table.signature:  # a part of a layer may be frozen by now, which changes its block
+            self._allocator.synchronize()
         state_dict = dict(state_dict)
         for pre in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre(self, state_dict)
