@@ -293,7 +293,7 @@ class KroneckerFactors:
 
     def tikhonov(self, mean_value: Tensor, group: Mapping[str, Any]) -> Tensor:
         """λ according to the options, without weight decay."""
-        return averages.effective_damping(group, mean_value, self.layer.adapter)
+        return averages.effective_damping(group, mean_value, self.layer.adapter.shares_damping(group["approx"]))
 
     # ------------------------------------------------------------------ what changes a state
     def fold(

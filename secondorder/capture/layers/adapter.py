@@ -108,6 +108,12 @@ class Adapter(ABC):
         """Whether a is the constant 1, so that no input rows are needed."""
         return not self.has_weight
 
+    def shares_damping(self, approx: str) -> bool:
+        """Whether relative damping is that of the steepest of the Γ blocks, so that no other one takes long steps."""
+        # A unit of a normalization layer may have little effect, and a sum of gradients may be a rounding error of 0.
+        is_summed = self.sums_may_vanish and (approx == "reduce" or self.constant_input)
+        return self.groups > 1 and (self.is_exact or is_summed)
+
     @property
     def needs_input(self) -> bool:
         """Whether the layer's input must be kept until backward."""

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from secondorder.capture.layers.adapter import Adapter
 from secondorder.linalg.dense import Workspace, aligned, is_on_host, product
 
 #: Range of π of the factored damping, which prevents a vanishing factor from getting all of the damping.
@@ -100,12 +99,11 @@ def _reads_as(x: Tensor, like: Tensor) -> bool:
     return x.is_floating_point() and x.dtype == like.dtype and x.device == like.device and x.numel() > 0
 
 
-def effective_damping(group: Mapping[str, Any], mean_value: Tensor, adapter: Adapter) -> Tensor:
+def effective_damping(group: Mapping[str, Any], mean_value: Tensor, shared: bool) -> Tensor:
     """Return λ of a block, which is ``damping`` or, in ``"relative"`` mode, a multiple of the mean eigenvalue.
 
-    Units of a normalization layer use the mean of the steepest one, so that a unit with little effect does not take
-    long steps, and so do queries, keys and values where gradients are summed over positions: the sum at the keys is
-    a rounding error of 0. A block whose factors are all zero uses the absolute value.
+    If it is ``shared``, all groups use the mean of the steepest one. A block whose factors are all zero uses the
+    absolute value.
 
     Returns:
         λ ``[...]``, of the shape of ``mean_value``.
@@ -113,8 +111,7 @@ def effective_damping(group: Mapping[str, Any], mean_value: Tensor, adapter: Ada
     damping: float = group["damping"]
     if group["damping_mode"] == "absolute":
         return torch.full_like(mean_value, damping)
-    is_summed = adapter.sums_may_vanish and (group["approx"] == "reduce" or adapter.constant_input)
-    if adapter.groups > 1 and (adapter.is_exact or is_summed):
+    if shared:
         mean_value = mean_value.amax(-1, keepdim=True).expand_as(mean_value)
     return torch.where(mean_value > 0, mean_value * damping, damping)
 
