@@ -79,6 +79,22 @@ def value(key: str, spec: str = "", scale: float = 1.0) -> Column:
     return shown
 
 
+_UNITS = {"ms": 1e3, "MB": 1e-6}
+
+
+def columns(text: str) -> dict[str, Column]:
+    """Return columns by title from a text such as ``runs; optimizer = label; step ms = seconds .1f ms``.
+
+    Each part is a title, followed by the key of its values, their format and their unit. A key alone is also its title.
+    """
+    found = {}
+    for part in text.split("; "):
+        title, _, rest = part.partition(" = ")
+        key, spec, unit = [*(rest or title).split(), "", ""][:3]
+        found[title] = value(key, spec, _UNITS.get(unit, 1.0))
+    return found
+
+
 def table_of(title: str, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, Column], caption: str = "") -> Table:
     cells = [[column(row) for column in columns.values()] for row in rows]
     return Table(title, list(columns), cells, caption)

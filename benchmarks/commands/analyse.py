@@ -22,7 +22,7 @@ from benchmarks.live import board
 from benchmarks.recipes import METHODS
 from benchmarks.recipes.building import parse_settings
 from benchmarks.recipes.types import Settings
-from benchmarks.report import Table, value
+from benchmarks.report import Table
 from benchmarks.runner import Trainer, trainer_of
 from benchmarks.workloads import Workload
 from secondorder import SecondOrderOptimizer
@@ -32,10 +32,10 @@ from secondorder.diagnostics.jsonl import EventFile
 AnalysedMethod = Literal[
     "hylo", "kfac", "ekfac", "ekfac_natural", "ekfac_whiten", "kfac_adaptive", "ekfac_adaptive"
 ]  # fmt: skip
-_MEASURED = {
-    "rank90 / m": "rank90_share", "eff. rank": "eff_rank", "λ / σ₁": "damping_over_sigma1", "KID error": "kid_error",
-    "KIS error": "kis_error", "‖∇‖": "grad_norm", "‖u‖": "update_norm",
-}  # fmt: skip
+_COLUMNS = (
+    "layer; m; d_i; d_o; rank90 / m = rank90_share .3g; eff. rank = eff_rank .3g; λ / σ₁ = damping_over_sigma1 .3g; "
+    "KID error = kid_error .3g; KIS error = kis_error .3g; ‖∇‖ = grad_norm .3g; ‖u‖ = update_norm .3g"
+)
 
 
 @dataclass
@@ -172,9 +172,7 @@ def _layer_table(title: str, layers: Sequence[dict[str, Any]], modes: Mapping[st
         "make up 90 % of their sum. Errors: of the update with few rows, relative to the update with all rows and the "
         f"same λ. ‖u‖: norm of the direction, after clipping and grafting. Modes: {periods}."
     )
-    columns = {head: value(head) for head in ("layer", "m", "d_i", "d_o")}
-    columns |= {head: value(key, ".3g") for head, key in _MEASURED.items()}
-    return report.table_of(title, layers, columns, caption)
+    return report.table_of(title, layers, report.columns(_COLUMNS), caption)
 
 
 def _stage_table(times: Mapping[str, Mapping[str, float]]) -> Table:

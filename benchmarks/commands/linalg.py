@@ -31,7 +31,7 @@ from torch import Tensor
 from benchmarks import report
 from benchmarks.commands.options import Alone, check_ranges
 from benchmarks.machine import GEMM_SIDE, timed_in_turns
-from benchmarks.report import Table, value
+from benchmarks.report import Table
 from secondorder.linalg import dense, eigenbasis, kernel, polar, woodbury
 from secondorder.linalg.kernel import Rows
 
@@ -190,36 +190,30 @@ def judge_inverse(x: Tensor, y: Tensor) -> dict[str, float]:
 
 
 def _tables(found: Mapping[str, list[dict[str, Any]]], drift: float, damping: float) -> list[Table]:
-    def columns(reference: str, **figures: str) -> dict[str, report.Column]:
-        return {
-            "n": value("n"),
-            "update": value("update"),
-            "ms": value("seconds", ".2f", 1e3),
-            f"{reference} / this": value("speed", ".2f"),
-            **{head: value(key, ".2e") for key, head in figures.items()},
-        }
-
-    bases = columns(
-        "eigh", off_diagonal="off the diagonal", scale_error="scale error", median_error="scale error, median"
+    common = "n; update; ms = seconds .2f ms; {} / this = speed .2f; "
+    bases = common.format("eigh") + (
+        "off the diagonal = off_diagonal .2e; scale error = scale_error .2e; scale error, median = median_error .2e"
     )
-    inverses = columns("cholesky", residual="residual", norm="spectral norm", direction_error="error of a direction")
-    polars = columns("float32", full="error at full rank", low="error at rank n/16")
+    inverses = common.format("cholesky") + (
+        "residual = residual .2e; spectral norm = norm .2e; error of a direction = direction_error .2e"
+    )
+    polars = common.format("float32") + "error at full rank = full .2e; error at rank n/16 = low .2e"
     return [
         report.table_of(
-            "Updating a basis after its factor has changed", found["results"], bases,
+            "Updating a basis after its factor has changed", found["results"], report.columns(bases),
             f"One float32 factor of size n × n whose eigenvalues span {_DECADES:g} decades and of which {drift:.0%} is "
             "new. Off the diagonal: ‖QᵀXQ − diag‖ / ‖X‖. Scale error: the difference between diag(QᵀXQ) and the "
             "eigenvalues, in norm, and the median of their relative differences. none: the basis is not updated. "
             f"Threads: {torch.get_num_threads()}.",
         ),
         report.table_of(
-            "Updating an inverse after its factor has changed", found["inverses"], inverses,
+            "Updating an inverse after its factor has changed", found["inverses"], report.columns(inverses),
             f"The same factors, with λ = {damping:g} of their mean eigenvalue, {drift:.0%} of them new. Residual: "
             "‖I − XY‖ / √n. Spectral norm: that of I − XY; Newton–Schulz iterations converge if it is below 1. Error "
             "of a direction: that of Y g for random g. none: the inverse is not updated.",
         ),
         report.table_of(
-            "Polar factor", found["polars"], polars,
+            "Polar factor", found["polars"], report.columns(polars),
             "Five iterations on a random float32 matrix of size n × n. The error is relative to the same iterations in "
             "float64. Matrices of fewer than 128 rows stay in float32.",
         ),
@@ -272,13 +266,12 @@ class Kernel(Alone):
 
 def _kernel_table(results: list[dict[str, Any]]) -> Table:
     columns = {
-        "R": value("rank"),
+        **report.columns("R = rank"),
         "layer": lambda row: f"{row['d_i']} × {row['d_o']}",
-        "kernel ms": value("kernel_seconds", ".2f", 1e3),
-        "kernel / floor": value("kernel_ratio", ".2f"),
-        "projection ms": value("projection_seconds", ".2f", 1e3),
-        "projection / floor": value("projection_ratio", ".2f"),
-        "GFLOP/s of a product": value("gflops", ".0f"),
+        **report.columns(
+            "kernel ms = kernel_seconds .2f ms; kernel / floor = kernel_ratio .2f; projection ms = projection_seconds "
+            ".2f ms; projection / floor = projection_ratio .2f; GFLOP/s of a product = gflops .0f"
+        ),
     }
     caption = (
         "The ratios compare each time with that of its FLOPs: 2 R² (d_i + d_o) for the kernel and 4 R d_i d_o for the "

@@ -33,7 +33,7 @@ from benchmarks.peers import PEERS
 from benchmarks.recipes import OWN
 from benchmarks.recipes.building import adamw, sgd
 from benchmarks.recipes.types import Recipe
-from benchmarks.report import Table, value
+from benchmarks.report import Table
 from benchmarks.runner import Trainer, memory_usage, trainer_of
 from benchmarks.workloads import Workload, WorkloadName, make_workload
 from secondorder import CommOpt, HybridOpt, MachineRates, MemOpt, RefreshOptions, SecondOrderOptimizer
@@ -146,12 +146,10 @@ def _table(workload: str, batch_size: int, found: Sequence[Figures]) -> Table:
         "kept from step to step and is not part of checkpoints. Total: everything that is kept between steps. The plan "
         "is that of the state, without workspace. Third-party optimizers are counted tensor by tensor and have no plan."
     ) + notes_text(found)
-    columns = {
-        "optimizer": value("label"),
-        **{part: value(part, ".3f", 1e-6) for part in ("curvature", "momentum", "rest", "workspace", "total")},
-        "× parameters": value("multiple", ".2f"),
-        "difference": value("difference", "+,"),
-    }
+    columns = report.columns(
+        "optimizer = label; curvature = curvature .3f MB; momentum = momentum .3f MB; rest = rest .3f MB; "
+        "workspace = workspace .3f MB; total = total .3f MB; × parameters = multiple .2f; difference = difference +,"
+    )
     title = f"{workload}, batch {batch_size}, {size}: state of one process"
     return report.table_of(title, rows, columns, caption)
 
@@ -183,13 +181,9 @@ def _spread_table(world: int, found: Sequence[Figures]) -> Table:
         for name, ranks in figures["plans"].items()
     ]
     caption = "Planned MB of a rank, without counters. × parameters: for the fullest rank."
-    columns = {
-        "optimizer": value("label"),
-        "strategy": value("strategy"),
-        "mean of ranks": value("mean", ".3f", 1e-6),
-        "fullest": value("most", ".3f", 1e-6),
-        "× parameters": value("multiple", ".2f"),
-    }
+    columns = report.columns(
+        "optimizer = label; strategy; mean of ranks = mean .3f MB; fullest = most .3f MB; × parameters = multiple .2f"
+    )
     return report.table_of(f"{world} ranks", rows, columns, caption)
 
 

@@ -24,7 +24,7 @@ import secondorder
 from benchmarks import report
 from benchmarks.commands.options import Output
 from benchmarks.peers.checkouts import package, set_paths
-from benchmarks.report import Table, value
+from benchmarks.report import Table
 from benchmarks.workloads.cifar import ResNet20
 from secondorder import comm as strategies
 from secondorder.comm.names import from_name
@@ -149,11 +149,8 @@ def _table(found: Sequence[dict[str, Any]]) -> Table:
         kept, sent = zip(*entry["ranks"], strict=True)
         means = {"mean": statistics.mean(kept), "most": max(kept), "sent": statistics.mean(sent)}
         rows.append({"strategy": f"{entry['whose']} {entry['strategy']}", "world": entry["world"], **means})
-    columns = {
-        "strategy": value("strategy"),
-        "ranks": value("world"),
-        "curvature of a rank (mean), MB": value("mean", ".2f", 1e-6),
-        "curvature of the fullest rank, MB": value("most", ".2f", 1e-6),
-        "sent per step, MB": value("sent", ".3f", 1e-6),
-    }
+    columns = report.columns(
+        "strategy; ranks = world; curvature of a rank (mean), MB = mean .2f MB; "
+        "curvature of the fullest rank, MB = most .2f MB; sent per step, MB = sent .3f MB"
+    )
     return report.table_of("ResNet-20: bytes that ranks store and send", rows, columns)

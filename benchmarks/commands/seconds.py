@@ -345,10 +345,7 @@ def _relative(row: Figures) -> str:
 
 
 _SEARCHED: dict[str, report.Column] = {
-    "optimizer": report.value("label"),
-    "trials": report.value("trials", "d"),
+    **report.columns("optimizer = label; trials = trials d"),
     "chosen": lambda row: ", ".join(f"{key} {value}" for key, value in row["chosen"].items()),
-    "cost": report.value("cost", ".2f"),
-    "steps": report.value("steps", "d"),
-    "seconds": report.value("seconds", ".1f"),
+    **report.columns("cost = cost .2f; steps = steps d; seconds = seconds .1f"),
 }

@@ -16,7 +16,7 @@ begins with an interval that is not timed. Then its steps are timed by the wall 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 
@@ -30,7 +30,7 @@ from benchmarks.peers import set_paths
 from benchmarks.precision import Amp, moved
 from benchmarks.recipes import METHODS, WINDOW_METHODS
 from benchmarks.recipes.types import MethodName, Settings
-from benchmarks.report import Table, value
+from benchmarks.report import Table
 from benchmarks.runner import Trainer, optimizer_bytes, trainer_of
 from benchmarks.workloads import Workload, WorkloadName
 from benchmarks.workloads.random_data import random_workload
@@ -301,14 +301,13 @@ def _table(data: dict[str, Any]) -> Table:
         f"Copying: {data['copy_gbytes']['median']:.1f} GB/s. {where}"
     )
     title = f"{data['workload']}, batch {data['batch_size']}: step times"
-    columns: dict[str, report.Column] = {
-        "optimizer": value("label"),
-        **{f"{kind} ms": value(kind, ".1f", 1e3) for kind in get_args(StepClass)},
-        "intervals": value("intervals"),
+    columns = {
+        **report.columns(
+            "optimizer = label; plain ms = plain .1f ms; factor ms = factor .1f ms; refresh ms = refresh .1f ms; "
+            "intervals"
+        ),
         "ratio": lambda row: f"{row['ratio']:.2f} ({row['ratio_of_minima']:.2f})",
-        "floor": value("floor", ".2f"),
-        "extra ms": value("extra_seconds", ".1f", 1e3),
-        "extra floor ms": value("floor_seconds", ".1f", 1e3),
+        **report.columns("floor = floor .2f; extra ms = extra_seconds .1f ms; extra floor ms = floor_seconds .1f ms"),
     }
     rows = [
         {"label": result["label"], "intervals": name, **result["median"], **entry}
@@ -381,14 +380,10 @@ def slowest(times: list[float], reference: list[float]) -> tuple[float, float, f
 def _spike_table(data: Mapping[str, Any]) -> Table:
     keys = ("median", "worst", "ratio", "mean")
     rows = [{**row, **dict(zip(keys, slowest(row["times"], data["sgd"]), strict=True))} for row in data["results"]]
-    columns = {
-        "method": value("method"),
-        "refreshes": value("way"),
-        "median ms": value("median", ".0f", 1e3),
-        "worst ms": value("worst", ".0f", 1e3),
-        "worst / median": value("ratio", ".2f"),
-        "mean / SGD's mean": value("mean", ".2f"),
-    }
+    columns = report.columns(
+        "method; refreshes = way; median ms = median .0f ms; worst ms = worst .0f ms; worst / median = ratio .2f; "
+        "mean / SGD's mean = mean .2f"
+    )
     count = data["threads"]
     title = f"{data['workload']}: wall-clock times of steps, {count} thread{'s' * (count > 1)}"
     return report.table_of(title, rows, columns)

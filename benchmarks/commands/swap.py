@@ -260,15 +260,11 @@ def totals_of(results: Mapping[str, Any], lines: Sequence[str]) -> Table:
         }
         for line, rows in groups.items()
     ]
-    columns = {
-        "line": value("line"),
-        "lower at equal steps": value("equal_steps_lower"),
-        "mean ratio, steps": value("equal_steps", ".2f"),
-        "lower at equal seconds": value("equal_seconds_lower"),
-        "mean ratio, seconds": value("equal_seconds", ".2f"),
-        "median cost": value("median", ".2f"),
-        "largest cost": value("largest", ".2f"),
-    }
+    columns = report.columns(
+        "line; lower at equal steps = equal_steps_lower; mean ratio, steps = equal_steps .2f; "
+        "lower at equal seconds = equal_seconds_lower; mean ratio, seconds = equal_seconds .2f; "
+        "median cost = median .2f; largest cost = largest .2f"
+    )
     return report.table_of("Scripts whose loss is lower than with AdamW", totals, columns, _RATIO)
 
 
@@ -279,12 +275,9 @@ def _mean_ratio(key: str, rows: Sequence[dict[str, Any]]) -> float | None:
 
 def _each(results: Mapping[str, Any]) -> Table:
     columns = {
-        "script": value("script"),
-        "steps": value("steps"),
-        "optimizer": value("line"),
-        "cost": value("cost", ".2f"),
-        "median step": value("median_cost", ".2f"),
-        "AdamW's loss": value("adamw", ".3g"),
+        **report.columns(
+            "script; steps; optimizer = line; cost = cost .2f; median step = median_cost .2f; AdamW's loss = adamw .3g"
+        ),
         "equal steps": _marked("equal_steps"),
         "equal seconds": _marked("equal_seconds"),
     }

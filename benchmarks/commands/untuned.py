@@ -340,7 +340,7 @@ def _pair(show: Callable[[float], str], before: str, after: str, row: Mapping[st
 
 
 _COLUMNS: dict[str, report.Column] = {
-    **{key: value(key) for key in ("choice", "replaces", "workload", "steps")},
+    **report.columns("choice; replaces; workload; steps"),
     "loss": _losses,
     "loss in equal seconds": partial(_pair, number, "loss", "timed_loss"),
     "held-out metric": lambda row: f"{row['metric']} {_pair(number, 'metric', 'metric', row)}",

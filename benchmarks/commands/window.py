@@ -169,8 +169,7 @@ def _ratios(times: dict[str, list[float]], moved: int, flops: float, gemm: Rate)
 
 _CASE: Mapping[str, report.Column] = {
     "parameters": lambda row: f"{row['size']} {row['parameters'] / 1e6:.2f}M",
-    "rows": value("storage"),
-    "m": value("window_size"),
+    **report.columns("rows = storage; m = window_size"),
 }
 
 
@@ -180,8 +179,7 @@ def _time_table(results: Sequence[dict[str, Any]], gemm: Rate) -> Table:
 
     columns = {
         **_CASE,
-        "step ms": value("step", ".1f", 1e3),
-        "floor ms": value("floor", ".1f", 1e3),
+        **report.columns("step ms = step .1f ms; floor ms = floor .1f ms"),
         "ratio": both("ratio"),
         "mv pair ms": value("pair", ".1f", 1e3),
         "step / pair": both("step_over_pair"),
@@ -199,9 +197,10 @@ def _byte_table(results: Sequence[dict[str, Any]]) -> Table:
     rows = [{**row, **row["memory"]} for row in results]
     columns = {
         **_CASE,
-        **{kind: value(kind, ".2f", 1e-6) for kind in (*_STATE, "total")},
-        "dense / this": value("dense_over_state", ".1f"),
-        "peak of a step": value("peak_bytes", ".2f", 1e-6),
+        **report.columns(
+            "window = window .2f MB; error = error .2f MB; gram = gram .2f MB; total = total .2f MB; "
+            "dense / this = dense_over_state .1f; peak of a step = peak_bytes .2f MB"
+        ),
     }
     caption = (
         "All columns are in MB. Dense / this: 4 m d bytes of dense float32 rows, divided by the bytes of window, error "
