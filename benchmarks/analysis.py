@@ -22,23 +22,14 @@ from secondorder.diagnostics import read_events
 Event = dict[str, Any]
 
 TRAIN = "train"
-FILES = ("rank", "trend", "error", "profile", TRAIN)
-"""File names without their suffix."""
+FILES = ("rank", "trend", "error", "profile", TRAIN)  # file names without their suffix
 TRAIN_COLUMNS = ("step", "epoch", "loss", "lr", "damping", "mode", "elapsed_s")
-ALL = "all"
-"""Value of the column ``layer`` that represents all layers together."""
+ALL = "all"  # value of the column `layer` that represents all layers together
 STAGES = {
-    "capture": "capture_ms",
-    "exchange": "exchange_ms",
-    "statistics": "statistics_ms",
-    "select": "select_ms",
-    "kernel": "kernel_ms",
-    "invert": "invert_ms",
-    "rest of refresh": "",
-    "share": "share_ms",
-    "precondition": "precondition_ms",
-    "update": "update_ms",
-}
+    "capture": "capture_ms", "exchange": "exchange_ms", "statistics": "statistics_ms", "select": "select_ms",
+    "kernel": "kernel_ms", "invert": "invert_ms", "rest of refresh": "", "share": "share_ms",
+    "precondition": "precondition_ms", "update": "update_ms",
+}  # fmt: skip
 """Consecutive stages of a step, with their columns."""
 _WITHIN_REFRESH = ("select", "kernel", "invert")
 KINDS = ("plain", "capture", "refresh")

@@ -17,8 +17,7 @@ from benchmarks.ranks import Ranks
 from benchmarks.runner import FAILURES, Trainer
 
 _VERSION = 1
-SECONDS = 60.0
-"""Seconds between two checkpoints of a run that a command resumes automatically."""
+SECONDS = 60.0  # seconds between two checkpoints of a run that a command resumes automatically
 
 
 def save(path: Path, trainer: Trainer, ranks: Ranks, run: dict[str, Any], more: Any = None) -> None:

@@ -32,8 +32,6 @@ from benchmarks.workloads import DataMissingError
 
 @dataclass
 class _Group:
-    """A group of commands."""
-
     what: Any
 
     def run(self) -> int:

@@ -23,18 +23,11 @@ from secondorder.plan.tally import cost_of
 
 @dataclass(frozen=True)
 class Counts:
-    """Counts of one step."""
-
-    operators: int
-    """Calls of torch's operators, without views and allocations."""
-    flops: int
-    """FLOPs of products of matrices, convolutions, factorizations and solves."""
-    moved: int
-    """Bytes read and written without a cache."""
-    allocated: int
-    """Bytes of new tensors."""
-    tensors: int
-    """Number of new tensors."""
+    operators: int  # calls of torch's operators, without views and allocations
+    flops: int  # FLOPs of products of matrices, convolutions, factorizations and solves
+    moved: int  # bytes read and written without a cache
+    allocated: int  # bytes of new tensors
+    tensors: int  # number of new tensors
 
     def __sub__(self, other: "Counts") -> "Counts":
         mine, theirs = asdict(self), asdict(other)

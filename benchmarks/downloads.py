@@ -17,11 +17,8 @@ Unpack = Literal["tar", "zip", "gzip"]
 
 @dataclass(frozen=True)
 class File:
-    """One file of a data set."""
-
     url: str
-    name: str
-    """Name in the folder of the data set."""
+    name: str  # name in the folder of the data set
     checksum: str | None = None
     """Published checksum, for example ``md5:…``. None if there is none; then the content is not checked."""
     unpack: Unpack | None = None
@@ -29,10 +26,7 @@ class File:
 
 @dataclass(frozen=True)
 class DataSet:
-    """The files of a data set."""
-
-    folder: str
-    """Name of the folder, inside the folder of all data."""
+    folder: str  # name of the folder, inside the folder of all data
     licence: str
     files: tuple[File, ...]
 
@@ -127,19 +121,11 @@ MEMBRANE = DataSet(
 )
 
 DATA_SETS: dict[WorkloadName, tuple[DataSet, ...]] = {
-    "autoencoder": (MNIST,),
-    "logistic": (MNIST,),
-    "resnet20": (CIFAR10,),
-    "resnet32": (CIFAR10,),
-    "resnet110": (CIFAR10,),
-    "vgg16": (CIFAR10, CIFAR100),
-    "chargpt": (SHAKESPEARE,),
-    "gpt2_small": (SHAKESPEARE, PIECES),
-    "multi30k": (MULTI30K,),
-    "bert_qa": (SQUAD,),
-    "glue": (GLUE,),
+    "autoencoder": (MNIST,), "logistic": (MNIST,), "resnet20": (CIFAR10,), "resnet32": (CIFAR10,),
+    "resnet110": (CIFAR10,), "vgg16": (CIFAR10, CIFAR100), "chargpt": (SHAKESPEARE,),
+    "gpt2_small": (SHAKESPEARE, PIECES), "multi30k": (MULTI30K,), "bert_qa": (SQUAD,), "glue": (GLUE,),
     "unet": (MEMBRANE,),
-}
+}  # fmt: skip
 _IMAGENET = (
     "ImageNet asks for an account: https://www.image-net.org/download.php (ILSVRC 2012, classification). The images of "
     "val are in a single folder there: sort them by class"

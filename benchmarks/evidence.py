@@ -27,14 +27,11 @@ from benchmarks.workloads import DataMissingError, PackageMissingError, Size, Wo
 
 __all__ = ["Cells", "Evidence", "Figures", "Identity", "Repeated", "Shown"]
 
-RESULTS = Path(__file__).parent / "results"
-"""Folder of the results that are under version control."""
+RESULTS = Path(__file__).parent / "results"  # folder of the results that are under version control
 
 
 @dataclass
 class Evidence(Common):
-    """Options of the studies."""
-
     threads: int = 1
     """Number of threads that torch uses. Processor seconds are most comparable with one."""
     size: Size = "cpu"
@@ -102,11 +99,8 @@ class Repeated(Evidence):
 
 @dataclass(frozen=True)
 class Shown:
-    """The output of a study."""
-
     tables: Sequence[Table]
-    about: Mapping[str, Any]
-    """Data that is stored with the rows."""
+    about: Mapping[str, Any]  # data that is stored with the rows
     status: int = 0
 
 
@@ -118,18 +112,12 @@ def notes_text(rows: Sequence[Mapping[str, Any]]) -> str:
 def figures_of(trainer: Trainer, end: str) -> Figures:
     history = trainer.history
     return {
-        "label": history.label,
-        "end": end,
-        "diverged": end == "diverged",
-        "taken": len(history.losses),
-        "lr": trainer.optimizer.param_groups[0]["lr"],
-        "first": history.losses[0],
-        "loss": history.loss_at(len(history.losses)),
-        "processor_seconds": sum(history.processor_seconds),
-        "optimizer_bytes": optimizer_bytes(trainer.optimizer),
-        "memory": memory_usage(trainer.optimizer),
+        "label": history.label, "end": end, "diverged": end == "diverged", "taken": len(history.losses),
+        "lr": trainer.optimizer.param_groups[0]["lr"], "first": history.losses[0],
+        "loss": history.loss_at(len(history.losses)), "processor_seconds": sum(history.processor_seconds),
+        "optimizer_bytes": optimizer_bytes(trainer.optimizer), "memory": memory_usage(trainer.optimizer),
         "curve": curve(history),
-    }
+    }  # fmt: skip
 
 
 def over_seeds(

@@ -8,8 +8,7 @@ from pathlib import Path
 from benchmarks.runner import Trainer
 from secondorder.diagnostics import read_events
 
-COLUMNS = ("step", "loss", "lr", "seconds", "processor_seconds")
-"""Columns of every line."""
+COLUMNS = ("step", "loss", "lr", "seconds", "processor_seconds")  # columns of every line
 
 
 class Journal:

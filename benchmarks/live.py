@@ -15,8 +15,7 @@ from rich.table import Column
 from benchmarks import report
 from benchmarks.runner import WINDOW, Trainer
 
-LINES = 10
-"""Number of plain lines per run, if the output is not a terminal."""
+LINES = 10  # number of plain lines per run, if the output is not a terminal
 _PAUSE = 0.25  # minimum seconds between two updates of a run
 
 

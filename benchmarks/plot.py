@@ -11,8 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
-INK = "#7D8590"
-"""Color of text and axes, which is readable on light and on dark pages."""
+INK = "#7D8590"  # color of text and axes, which is readable on light and on dark pages
 COLOURS = (
     "#3B82D0", "#E69F00", "#00A077", "#CC79A7", "#D9622B", "#56B4E9", "#8C8C8C", "#9670D8", "#A6761D", "#1AA5B8",
 )  # fmt: skip
@@ -64,8 +63,6 @@ def save(figure: Figure, path: Path) -> None:
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel of a figure of rows."""
-
     label: str
     series: Mapping[str, Callable[[Row], float | None]]
     """Functions that return a row's value, by line format. "" is a line with points in the style of the label."""

@@ -38,7 +38,6 @@ class Precision:
         return nullcontext() if self._dtype is None else torch.autocast(self.device.type, self._dtype)
 
     def backward(self, loss: Tensor) -> None:
-        """Compute gradients, which are scaled if there is a scaler."""
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def step(self, optimizer: Optimizer) -> None:

@@ -25,15 +25,10 @@ _TIMEOUT = timedelta(minutes=5)
 
 @dataclass(frozen=True)
 class RankFigures:
-    """Results of one rank."""
-
     rank: int
-    role: str
-    """``"gradient"``; with dedicated workers also ``"factor"`` or ``"inverse"``."""
-    losses: list[float]
-    """Losses on its share of each batch."""
-    memory: dict[str, int]
-    """Bytes that its optimizer stores, by kind."""
+    role: str  # `"gradient"`; with dedicated workers also `"factor"` or `"inverse"`
+    losses: list[float]  # losses on its share of each batch
+    memory: dict[str, int]  # bytes that its optimizer stores, by kind
     sent: dict[str, float]
     """Bytes passed to collectives per step, by stage, without those of ``DistributedDataParallel``."""
 

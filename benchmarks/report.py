@@ -39,15 +39,12 @@ T = TypeVar("T")
 
 
 def tracked(title: str, items: Sequence[T]) -> Iterable[T]:
-    """Yield items, with a progress bar."""
     with progress_bar() as progress:
         yield from progress.track(items, description=title)
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table of strings. It can be printed by rich, and be stored."""
-
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -63,8 +60,7 @@ class Table:
         return table
 
 
-Column = Callable[[Mapping[str, Any]], str]
-"""A function that returns the text of a cell, given its row."""
+Column = Callable[[Mapping[str, Any]], str]  # a function that returns the text of a cell, given its row
 
 
 def value(key: str, spec: str = "", scale: float = 1.0) -> Column:
@@ -77,6 +73,14 @@ def value(key: str, spec: str = "", scale: float = 1.0) -> Column:
         return format(found * scale if spec and scale != 1 else found, spec)
 
     return shown
+
+
+def grouped(rows: Sequence[Mapping[str, Any]], line: str, column: str) -> list[dict[Any, Any]]:
+    """Return one mapping for each value of ``row[line]``, with its rows by ``row[column]``."""
+    found: dict[Any, dict[Any, Any]] = {}
+    for row in rows:
+        found.setdefault(row[line], {})[row[column]] = row
+    return list(found.values())
 
 
 _UNITS = {"ms": 1e3, "MB": 1e-6}

@@ -25,8 +25,7 @@ from benchmarks.recipes.types import Method, Settings
 from benchmarks.workloads import Batch, Workload
 from secondorder import SecondOrderOptimizer
 
-WINDOW = 10
-"""Number of steps that a reported loss averages over, because the losses of single batches are noisy."""
+WINDOW = 10  # number of steps that a reported loss averages over, because the losses of single batches are noisy
 FAILURES = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError,
     ValueError,
@@ -34,13 +33,11 @@ FAILURES = (
 """Errors of optimizers from a dozen projects, which are recorded as a failure of the run, as a divergence is. Torch's
 own errors, such as those of linear algebra and out-of-memory errors, are subclasses of ``RuntimeError``."""
 
-_RISEN = 2.0
-"""A run has diverged if its mean loss exceeds the first loss by this factor."""
+_RISEN = 2.0  # a run has diverged if its mean loss exceeds the first loss by this factor
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler]
-Evaluation = tuple[Tensor, Tensor, Tensor]
-"""Loss, outputs and targets of one batch."""
+Evaluation = tuple[Tensor, Tensor, Tensor]  # loss, outputs and targets of one batch
 
 
 @dataclass
@@ -52,8 +49,7 @@ class History:
     step_seconds: list[float] = field(default_factory=list)
     processor_seconds: list[float] = field(default_factory=list)
     """Processor time of all threads, which excludes the time in which the process did not run."""
-    evaluations: list[tuple[int, float]] = field(default_factory=list)
-    """Steps of evaluations, with the held-out metric."""
+    evaluations: list[tuple[int, float]] = field(default_factory=list)  # steps of evaluations, with the held-out metric
 
     @property
     def diverged(self) -> bool:

@@ -21,11 +21,9 @@ from benchmarks.checkpoints import Pause
 from benchmarks.report import to_json
 
 VERSION = 1
-CELLS_VERSION = 2
-"""Version of the format of files of cells."""
+CELLS_VERSION = 2  # version of the format of files of cells
 
-Identity = Mapping[str, Any]
-"""Everything that the results of a cell depend on, except for the code and the machine."""
+Identity = Mapping[str, Any]  # everything that the results of a cell depend on, except for the code and the machine
 Figures = dict[str, Any]
 Machine = dict[str, Any]
 
@@ -63,14 +61,11 @@ def limits(threads: int) -> dict[str, Any]:
     torch.set_num_threads(threads)
     gemm, copying = machine.gemm_gflops(), machine.copy_gbytes()
     return {
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "processor": processor(),
-        "threads": threads,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(), "processor": processor(),
+        "threads": threads, "python": platform.python_version(), "torch": torch.__version__,
         "gemm_gflops": {"median": round(gemm.median, 1), "best": round(gemm.best, 1)},
         "copy_gbytes": {"median": round(copying.median, 1), "best": round(copying.best, 1)},
-    }
+    }  # fmt: skip
 
 
 def processor() -> str:
@@ -84,8 +79,7 @@ class Cells:
     """The finished runs of one experiment, which are stored in a file."""
 
     path: Path
-    budget: float | None = None
-    """Seconds after which no further run starts."""
+    budget: float | None = None  # seconds after which no further run starts
     summary: dict[str, Any] = field(default_factory=dict)
     _started: float = field(default_factory=time.monotonic)
 

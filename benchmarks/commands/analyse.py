@@ -120,18 +120,11 @@ class Analyse(OnWorkload):
         times = analysis.stage_times(found["profile"])
         layers, modes = _layer_figures(found), _modes(found["trend"])
         data = {
-            "workload": self.workload,
-            "method": self.method,
-            "settings": dict(settings),
-            "workload_settings": parse_settings(self.workload_set),
-            "seed": self.seed,
-            "batch_size": trainer.workload.batch_size,
-            "steps": len(found[TRAIN]),
-            "losses": trainer.history.losses,
-            "modes": modes,
-            "layers": layers,
-            "stages_ms": times,
-        }
+            "workload": self.workload, "method": self.method, "settings": dict(settings),
+            "workload_settings": parse_settings(self.workload_set), "seed": self.seed,
+            "batch_size": trainer.workload.batch_size, "steps": len(found[TRAIN]), "losses": trainer.history.losses,
+            "modes": modes, "layers": layers, "stages_ms": times,
+        }  # fmt: skip
         keywords = " ".join(f"{key}={value}" for key, value in settings.items())
         title = f"{self.workload}, batch {trainer.workload.batch_size}: {trainer.history.label} {keywords}"
         report.save(self.out_dir, "analyse", [_layer_table(title, layers, modes), _stage_table(times)], data)

@@ -182,7 +182,6 @@ def _caption(target: float, rows: Sequence[Row]) -> str:
 
 
 def draw_batch_sizes(rows: Sequence[Row], title: str, path: Path) -> None:
-    """Draw steps and processor seconds to the target against the batch size, with lines of perfect scaling."""
     sizes = sorted({row["batch_size"] for row in rows})
 
     def perfect(panels: Sequence[Axes]) -> None:

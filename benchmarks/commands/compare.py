@@ -31,8 +31,7 @@ from benchmarks.workloads.tiny import found_or_made_up
 TARGETS: dict[str, float] = {"autoencoder": 0.2, "poisson": 0.2}
 """Share of the best first-order run's steps in which one of our methods should reach its loss."""
 TARGET = 0.7
-SMOKE_STEPS = 20
-"""Maximum number of steps of a full run in the size ``smoke``, which only checks that everything works."""
+SMOKE_STEPS = 20  # maximum number of steps of a full run in the size `smoke`, which only checks that everything works
 
 
 @dataclass
@@ -134,39 +133,25 @@ class Compare(OnWorkload):
 
     def _setting(self, data_dir: Path, pauses: Path) -> Setting:
         return Setting(
-            self.workload,
-            self.size,
-            data_dir,
-            self.threads,
-            self.batch_size,
-            self.evaluate,
-            peer_paths=tuple(self.peer_path),
-            deadline=time.time() + 60 * self.minutes,
-            workload_changes=parse_settings(self.workload_set),
-            pauses=pauses,
-        )
+            self.workload, self.size, data_dir, self.threads, self.batch_size, self.evaluate,
+            peer_paths=tuple(self.peer_path), deadline=time.time() + 60 * self.minutes,
+            workload_changes=parse_settings(self.workload_set), pauses=pauses,
+        )  # fmt: skip
 
     def _head(self, setting: Setting, made_up: bool) -> dict[str, Any]:
         workload = setting.make_workload()
         own = workload.steps[self.size]
         return {
-            "workload": self.workload,
-            "size": self.size,
+            "workload": self.workload, "size": self.size,
             "steps": self.steps or (min(own, SMOKE_STEPS) if self.size == "smoke" else own),
-            "batch_size": workload.batch_size,
-            "examples": workload.examples,
-            "workload_settings": dict(setting.workload_changes),
-            "metric": workload.metric,
-            "metric_better": "higher" if workload.higher_is_better else "lower",
-            "everything": self.evaluate,
-            "loss": "mean of 10 training steps",
-            "schedule": "warm-up over 5 % of the steps, then cosine to nothing",
-            "clock": "processor" if self.threads == 1 else "wall",
-            "threads": self.threads,
+            "batch_size": workload.batch_size, "examples": workload.examples,
+            "workload_settings": dict(setting.workload_changes), "metric": workload.metric,
+            "metric_better": "higher" if workload.higher_is_better else "lower", "everything": self.evaluate,
+            "loss": "mean of 10 training steps", "schedule": "warm-up over 5 % of the steps, then cosine to nothing",
+            "clock": "processor" if self.threads == 1 else "wall", "threads": self.threads,
             "factors": [float(f"{factor:.4g}") for factor in self.factors],
-            "share_target": TARGETS.get(self.workload, TARGET),
-            "made_up_data": made_up,
-        }
+            "share_target": TARGETS.get(self.workload, TARGET), "made_up_data": made_up,
+        }  # fmt: skip
 
     def _report(self, results: dict[str, Any], path: Path) -> None:
         store.save(path, results)

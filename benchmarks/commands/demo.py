@@ -62,17 +62,14 @@ class Demo(Common):
 def _summary(trainer: Trainer, workload: Workload, target: float, reference: Trainer) -> dict[str, Any]:
     history, steps = trainer.history, trainer.history.steps_to(target)
     return {
-        "label": history.label,
-        "steps_to_target": steps,
+        "label": history.label, "steps_to_target": steps,
         "seconds_to_target": None if steps is None else history.seconds[steps - 1],
         "final_loss": math.nan if trainer.diverged else history.loss_at(len(history.losses)),
-        "metric": workload.evaluate(trainer.model),
-        "seconds_per_step": fmean(history.step_seconds),
+        "metric": workload.evaluate(trainer.model), "seconds_per_step": fmean(history.step_seconds),
         "step_time_ratio": fmean(history.step_seconds) / fmean(reference.history.step_seconds),
-        "optimizer_bytes": optimizer_bytes(trainer.optimizer),
-        "losses": history.losses,
+        "optimizer_bytes": optimizer_bytes(trainer.optimizer), "losses": history.losses,
         "step_seconds": history.step_seconds,
-    }
+    }  # fmt: skip
 
 
 def _table(name: str, steps: int, workload: Workload, target: float, results: list[dict[str, Any]]) -> Table:

@@ -161,7 +161,6 @@ def _columns(rows: Sequence[Row], metric: str) -> Mapping[str, report.Column]:
 
 
 def draw_densities(rows: Sequence[Row], title: str, path: Path) -> None:
-    """Draw the final loss and the bytes of the window against the share of entries kept."""
     windows = [row for row in rows if row["share"] is not None]
     others = [row for row in rows if row["share"] is None and row["loss"] is not None]
 

@@ -76,7 +76,6 @@ class Length(Evidence):
         return [self._row(name, setting, cells) for name in self.optimizers]
 
     def _row(self, name: str, setting: Setting, cells: Cells) -> Figures:
-        """Train with all rates, and return the results of the best run."""
         runs = [self._run(name, times, setting, cells) for times in self.factors]
         fine = [run for run in runs if _is_fine(run)]
         sign = _sign(setting.make_workload())

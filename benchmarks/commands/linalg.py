@@ -151,7 +151,7 @@ def judge(factor: Tensor, basis: Tensor) -> dict[str, float]:
         "off_diagonal": float(torch.linalg.norm(seen - diagonal.diag()) / torch.linalg.norm(factor)),
         "scale_error": float(torch.linalg.norm(ordered - exact) / torch.linalg.norm(exact)),
         "median_error": float((ordered / exact - 1).abs().median()),
-    }
+    }  # fmt: skip
 
 
 def inversions(damped: Tensor, last: Tensor) -> dict[Inversion, Callable[[], Tensor]]:

@@ -10,29 +10,20 @@ from benchmarks.recipes.building import parse_settings
 from benchmarks.workloads import Size, Workload, WorkloadName, make_workload
 
 TARGETS: dict[WorkloadName, float] = {
-    "digits": 0.02,
-    "autoencoder": 120.0,
-    "resnet20": 1.4,
-    "chargpt": 2.5,
-    "logistic": 0.2,
-    "multi30k": 4.5,
+    "digits": 0.02, "autoencoder": 120.0, "resnet20": 1.4, "chargpt": 2.5, "logistic": 0.2, "multi30k": 4.5,
     "unet": 0.3,
-}
+}  # fmt: skip
 """Training loss to reach. The table shows the steps and seconds that each optimizer needs."""
 
 
 @dataclass
 class Output:
-    """Options of commands that write results."""
-
     out_dir: Path = Path("bench-output")
     """Folder to write tables, figures and results to."""
 
 
 @dataclass
 class Seeded(Output):
-    """Options of commands that compute with torch."""
-
     seed: int = 0
     """Seed of the initial weights, of the batches and of other random numbers."""
     threads: int = 2
@@ -49,8 +40,6 @@ class Common(Seeded):
 
 @dataclass
 class OnWorkload(Common):
-    """Options of commands that train one workload."""
-
     workload: WorkloadName = "digits"
     """Workload to train."""
     workload_set: tuple[str, ...] = ()

@@ -131,8 +131,7 @@ def best_of(results: Results) -> str:
 def _few(results: Results, preset: Mapping[str, str]) -> list[str]:
     """Return our best method, presets, AdamW, two first-order optimizers, kfac-pytorch, and more of our methods."""
     ranked = [item for item in statistics.summaries(results) if item.loss]
-    target = statistics.target_of(results, statistics.best_first(results))
-    best = statistics.best_of_ours(results, target) if target else None
+    best = statistics.leaders(results)[1]
     first: dict[str, str] = {}
     for item in ranked:
         if item.order == "first":
@@ -160,23 +159,14 @@ def _row(item: Summary, preset: str | None) -> tuple[str, ...]:
 def _best(results: Results) -> tuple[str, ...]:
     name = f"{results['workload']} ({results['size']}){', made-up data' * bool(results.get('made_up_data'))}"
     aim = results["share_target"]
-    target = statistics.target_of(results, statistics.best_first(results))
-    best = statistics.best_of_ours(results, target) if target else None
+    target, best = statistics.leaders(results)
     if target is None or best is None:
         return (name, *(NOTHING,) * 10)
     return (
-        name,
-        target.label,
-        number(target.loss),
-        best.label,
-        "short" if best.phase == "short" else "full",
-        f"{best.reached} of {best.seeds}",
-        share(best.steps_share),
-        f"{aim:g}",
-        wording.verdict(best.met(aim)),
-        share(best.seconds_share),
-        share(statistics.whole_share(results, best, target)),
-    )
+        name, target.label, number(target.loss), best.label, "short" if best.phase == "short" else "full",
+        f"{best.reached} of {best.seeds}", share(best.steps_share), f"{aim:g}", wording.verdict(best.met(aim)),
+        share(best.seconds_share), share(statistics.whole_share(results, best, target)),
+    )  # fmt: skip
 
 
 _BLOCK = re.compile(

@@ -24,19 +24,15 @@ class Plan:
     """The settings of a run, before anything is built."""
 
     method: Method
-    recipe: Recipe
-    """The recipe with the settings and the schedule of the command line."""
+    recipe: Recipe  # the recipe with the settings and the schedule of the command line
     workload: Workload
-    own_batch_size: int
-    """The workload's default batch size, which recipes without a batch size assume."""
+    own_batch_size: int  # the workload's default batch size, which recipes without a batch size assume
     steps: int | None
     """Number of steps. It is None if the recipe specifies epochs and the data is missing."""
 
 
 @dataclass
 class Planned(OnWorkload):
-    """Options that define a run."""
-
     optimizer: Annotated[str, tyro.conf.arg(aliases=["--optim"], constructor=_OPTIMIZERS)] = "kfac"
     """Optimizer, whose recipe is the starting point. Names of other programs use the recipe of their method."""
     peer_path: tuple[str, ...] = ()

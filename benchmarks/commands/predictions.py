@@ -40,11 +40,9 @@ from secondorder import CommOpt, HybridOpt, MachineRates, MemOpt, RefreshOptions
 from secondorder.comm import CommStrategy
 from secondorder.plan.rates import measure_rates
 
-TEMPORARY = ("workspace", "pending")
-"""Kinds of temporary memory, which contain no state between steps."""
+TEMPORARY = ("workspace", "pending")  # kinds of temporary memory, which contain no state between steps
 COUNTERS = "buffers"
-UNPLANNED = 256
-"""Bytes of counters of a whole method, such as those of HyLo's policy, that plans do not count."""
+UNPLANNED = 256  # bytes of counters of a whole method, such as those of HyLo's policy, that plans do not count
 _FRACTION = 0.5  # share of the ranks that precondition a layer
 _MOMENTUM = ("momentum", "fallback")
 
@@ -100,13 +98,10 @@ class Memory(Evidence):
             trainer.step()
         model, optimizer = trainer.model, trainer.optimizer
         figures = {
-            "label": trainer.history.label,
-            "note": recipe.note,
+            "label": trainer.history.label, "note": recipe.note,
             "parameter_bytes": sum(p.nbytes for p in model.parameters() if p.requires_grad),
-            "memory": memory_usage(optimizer),
-            "planned": None,
-            "plans": {},
-        }
+            "memory": memory_usage(optimizer), "planned": None, "plans": {},
+        }  # fmt: skip
         if isinstance(optimizer, SecondOrderOptimizer):
             (alone,) = optimizer.plan(1, batch_size=workload.batch_size).ranks
             figures["planned"] = _sum(alone.stored)
@@ -191,8 +186,7 @@ _RATE = 1e-5
 _EARLY: dict[str, Any] = {"refresh": RefreshOptions(warmup=False)}
 _WINDOWS = ("mfac", "sparse_mfac", "ggt")
 _CURVATURE = ("kfac", "ekfac", "hylo", "from_adamw", "from_muon", "orthogonal_momentum")
-_BLOCK, _REST, _SETTLE = 10, 5, 2
-"""Timed steps of a method and of SGD per block, and untimed steps before them."""
+_BLOCK, _REST, _SETTLE = 10, 5, 2  # timed steps of a method and of SGD per block, and untimed steps before them
 
 
 @dataclass
@@ -269,8 +263,6 @@ class Estimates(Evidence):
 
 
 class _WithLoss(nn.Module):
-    """A model that returns the loss of a workload."""
-
     def __init__(self, workload: Workload, seed: int) -> None:
         super().__init__()
         self.model = workload.build_model(seed)
@@ -289,9 +281,6 @@ def _take(trainer: Trainer, settle: int, steps: int) -> list[float]:
 
 
 def _slowdown_table(rows: list[Figures], methods: Sequence[str], tolerance: float) -> Table:
-    by_workload: dict[str, dict[str, Figures]] = {}
-    for row in rows:
-        by_workload.setdefault(row["workload"], {})[row["method"]] = row
     columns: dict[str, report.Column] = {
         "workload": lambda own: str(next(iter(own.values()))["workload"]),
         **{name: partial(_cell, name, tolerance) for name in methods},
@@ -302,7 +291,8 @@ def _slowdown_table(rows: list[Figures], methods: Sequence[str], tolerance: floa
         "Estimated slowdown / measured slowdown, relative to SGD with momentum. A star marks estimates that differ by "
         f"more than {tolerance:.0%} from what was measured: {close} of {len(measured)} are within it."
     )
-    return report.table_of("Estimated and measured slowdowns", list(by_workload.values()), columns, caption)
+    lines = report.grouped(rows, "workload", "method")
+    return report.table_of("Estimated and measured slowdowns", lines, columns, caption)
 
 
 def _cell(name: str, tolerance: float, own: Mapping[str, Figures]) -> str:

@@ -26,8 +26,7 @@ from benchmarks.recipes.building import from_flat
 from benchmarks.report import Table, value
 from secondorder.methods.names import METHODS, resolve
 
-BASELINE = Path(__file__).parent.parent / "baseline.json"
-"""Stored counts of an earlier version of the code."""
+BASELINE = Path(__file__).parent.parent / "baseline.json"  # stored counts of an earlier version of the code
 INTERVALS = Intervals(2, 4)
 _TOLERANCE = 0.005
 """Share by which a count may grow. Counts below 1000 may not grow."""
@@ -50,8 +49,6 @@ _METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class _Tokens(nn.Module):
-    """A transformer with one layer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(50, 32)
@@ -167,7 +164,6 @@ def _steps(network: str, method: str, plain: Counts) -> Iterator[tuple[StepClass
 def _compared(
     found: Mapping[str, Mapping[str, int]], known: Mapping[str, Mapping[str, int]]
 ) -> Iterator[dict[str, Any]]:
-    """Yield every count that has changed."""
     for step, counts in found.items():
         for quantity, now in counts.items():
             old = known.get(step, {}).get(quantity)

@@ -44,10 +44,8 @@ class Architecture:
     """A model on the meta device, and its inputs."""
 
     model: nn.Module
-    inputs: Callable[[int], Tensor]
-    """Returns a batch with a given number of examples."""
-    batch_size: int
-    """Usual number of examples per rank."""
+    inputs: Callable[[int], Tensor]  # returns a batch with a given number of examples
+    batch_size: int  # usual number of examples per rank
 
 
 def architecture(name: ModelName) -> Architecture:
@@ -127,8 +125,7 @@ _MODELS: dict[ModelName, Callable[[], Architecture]] = {
 
 MethodName = Literal["kfac", "kfac-cholesky", "ekfac", "ekfac-running", "hylo", "mfac"]
 
-NODE = 8
-"""Number of ranks in a node, and in a row of the grid of ``HybridOpt``."""
+NODE = 8  # number of ranks in a node, and in a row of the grid of `HybridOpt`
 
 _BUILD: dict[MethodName, Callable[..., Any]] = {
     "kfac": lambda model, n: KFAC(model),
@@ -148,8 +145,7 @@ STRATEGIES: dict[str, Callable[[int], CommStrategy]] = {
 }
 """Strategies by name. The last one stores all factors on every rank, as other implementations do."""
 
-FIRST_ORDER = ("momentum", "fallback", "buffers")
-"""Kinds of state that first-order methods also have."""
+FIRST_ORDER = ("momentum", "fallback", "buffers")  # kinds of state that first-order methods also have
 
 
 @dataclass
@@ -222,19 +218,12 @@ class Scaling(Output):
         sent = [sum(rank.sent.values()) for rank in plan.ranks]
         seconds = self._seconds(comm, plan, base, optimizer)
         return {
-            "strategy": name,
-            "world": plan.world_size,
-            "curvature_mean": sum(curvature) / len(curvature),
-            "curvature_most": max(curvature),
-            "state_most": max(sum(rank.stored.values()) for rank in plan.ranks),
-            "sent": max(sent),
-            "worst_sent": max(sum(rank.worst_sent.values()) for rank in plan.ranks),
-            "seconds": seconds,
-            "sgd_seconds": seconds["training"] + seconds["gradients"],
-            "step_seconds": sum(seconds.values()),
-            "padding": plan.padding,
-            "notes": plan.notes,
-        }
+            "strategy": name, "world": plan.world_size, "curvature_mean": sum(curvature) / len(curvature),
+            "curvature_most": max(curvature), "state_most": max(sum(rank.stored.values()) for rank in plan.ranks),
+            "sent": max(sent), "worst_sent": max(sum(rank.worst_sent.values()) for rank in plan.ranks),
+            "seconds": seconds, "sgd_seconds": seconds["training"] + seconds["gradients"],
+            "step_seconds": sum(seconds.values()), "padding": plan.padding, "notes": plan.notes,
+        }  # fmt: skip
 
     def _seconds(self, comm: CommStrategy, plan: Plan, base: "Base", optimizer: Any) -> dict[str, float]:
         world, rate = plan.world_size, 1e12 * self.gpu_tflops
@@ -282,14 +271,10 @@ class Scaling(Output):
 class Base:
     """The cost of a step that does not depend on the strategy."""
 
-    training: int
-    """FLOPs of the forward and backward pass."""
-    gradient_bytes: int
-    """Bytes of all gradients."""
-    statistics: int
-    """FLOPs of the products that compute the factors of one batch."""
-    examples: int = 1
-    """Number of examples in that batch."""
+    training: int  # FLOPs of the forward and backward pass
+    gradient_bytes: int  # bytes of all gradients
+    statistics: int  # FLOPs of the products that compute the factors of one batch
+    examples: int = 1  # number of examples in that batch
 
 
 def _base(found: Architecture, examples: int) -> Base:
@@ -332,7 +317,6 @@ def _unit(largest: float) -> tuple[float, str]:
 
 
 def plot_scaling(rows: Sequence[dict[str, Any]], title: str, assumptions: str, path: Path) -> None:
-    """Draw memory, bytes and modeled step time against the number of ranks."""
     (in_memory, memory_unit), (on_wire, wire_unit) = (
         _unit(max(row[key] for row in rows)) for key in ("curvature_most", "sent")
     )

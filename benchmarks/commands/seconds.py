@@ -33,8 +33,7 @@ from benchmarks.recipes.types import RATES, Recipe, Schedule, Setting, Settings
 from benchmarks.report import Table
 from benchmarks.workloads import Workload, WorkloadName
 
-STEP = 10**0.25
-"""Ratio of two neighboring rates."""
+STEP = 10**0.25  # ratio of two neighboring rates
 _MOST = 12
 """Maximum number of rates on each side. A search that leaves this range has no optimum."""
 
@@ -85,12 +84,9 @@ def search(start: Settings, axes: Sequence[Axis], loss_of: LossOf) -> Settings:
 
 
 _COURSES = {
-    "cosine": Schedule("cosine", 0.05),
-    "linear": Schedule("linear", 0.05),
-    "trapezoid": Schedule("trapezoid", 0.05),
-    "long warm-up": Schedule("cosine", 0.5),
-    "constant": Schedule("constant"),
-}
+    "cosine": Schedule("cosine", 0.05), "linear": Schedule("linear", 0.05), "trapezoid": Schedule("trapezoid", 0.05),
+    "long warm-up": Schedule("cosine", 0.5), "constant": Schedule("constant"),
+}  # fmt: skip
 """Schedules by name. Optimizers without a schedule use the last one."""
 _SCHEDULES = Axis(("schedule",), ("cosine", "linear", "trapezoid", "long warm-up"))
 _MOMENTA = Axis(("momentum",), (0.8, 0.9, 0.95))
@@ -173,15 +169,11 @@ class Seconds(Evidence):
 
 @dataclass(frozen=True)
 class _Tuned:
-    """An optimizer with the settings that the search found."""
-
     name: str
     settings: Settings
-    chosen: Settings
-    """The searched settings."""
+    chosen: Settings  # the searched settings
     loss: float
-    cost: float
-    """Median over all trials of the seconds per step."""
+    cost: float  # median over all trials of the seconds per step
     trials: int
 
     @property
@@ -217,7 +209,6 @@ class _Course:
         return _Tuned(name, best, chosen, loss_of(best), statistics.median(costs), len(trials)) if costs else None
 
     def row(self, tuned: _Tuned, share: float, seconds: float) -> Figures:
-        """Train with all seeds for a share of ``seconds``, and summarize the runs."""
         base, _, changes = tuned.name.partition(":")
         study, method = self.study, find(base)
         steps = max(1, math.floor(share * seconds / tuned.cost))
@@ -225,21 +216,14 @@ class _Course:
         whole = [self.run(base, tuned.settings, seed, steps, "final") for seed in seeds]
         ends = [run["curve"][-1][2] for run in whole if math.isfinite(end_loss(run))]
         return {
-            "optimizer": base,
-            "label": f"{method.label}, {changes}" if changes else method.label,
-            "order": method.order,
-            "ours": method.ours,
-            "settings": dict(tuned.settings),
-            "chosen": dict(tuned.chosen),
-            "trials": tuned.trials,
-            "cost": tuned.cost / (self.setting.reference_seconds or math.nan),
-            "steps": steps,
-            "seconds": statistics.median(ends) if ends else None,
-            "losses": [end_loss(run) for run in whole],
+            "optimizer": base, "label": f"{method.label}, {changes}" if changes else method.label,
+            "order": method.order, "ours": method.ours, "settings": dict(tuned.settings), "chosen": dict(tuned.chosen),
+            "trials": tuned.trials, "cost": tuned.cost / (self.setting.reference_seconds or math.nan), "steps": steps,
+            "seconds": statistics.median(ends) if ends else None, "losses": [end_loss(run) for run in whole],
             "metrics": [run["metric"] for run in whole if run.get("metric") is not None],
             "curves": [[point[1:3] for point in run["curve"]] for run in whole if share == 1 and run.get("curve")],
             "failed": [run["failed"] for run in whole if run["failed"]],
-        }
+        }  # fmt: skip
 
     def run(self, name: str, settings: Settings, seed: int, steps: int, phase: Any) -> Figures:
         study, own = self.study, dict(settings)
@@ -288,19 +272,14 @@ def _crossing(mine: Sequence[Sequence[Any]], theirs: Sequence[Sequence[Any]]) ->
 
 def _tables(rows: Sequence[Figures], workload: str, metric: str) -> list[Table]:
     shares = list(dict.fromkeys(row["share"] for row in rows))
-    by_name: dict[str, Figures] = {}
-    for row in rows:
-        by_name.setdefault(row["label"], {"label": row["label"]})[f"{row['share']:g} T"] = row
-    lines = list(by_name.values())
+    lines = [{"label": next(iter(line.values()))["label"], **line} for line in report.grouped(rows, "label", "share")]
 
     def named(cell: Callable[[Figures], str]) -> dict[str, report.Column]:
-        columns = [f"{share:g} T" for share in shares]
-        return {"optimizer": report.value("label")} | {
-            column: partial(lambda column, line: cell(line[column]), column) for column in columns
-        }
+        columns = {f"{share:g} T": partial(lambda share, line: cell(line[share]), share) for share in shares}
+        return {"optimizer": report.value("label"), **columns}
 
     mean = "Mean over the seeds ± half of the 95 % confidence interval (Student's t)."
-    at_one = [line["1 T"] for line in lines if "1 T" in line]
+    at_one = [line[1.0] for line in lines if 1.0 in line]
     return [
         report.table_of(
             f"Training loss at equal seconds, {workload}", lines, named(partial(_interval, "losses")), mean

@@ -68,8 +68,7 @@ class Intervals:
         return sum(weight * values[kind] for kind, weight in self.weights().items() if weight > 0)
 
 
-MEASURED = Intervals(2, 10)
-"""Intervals of the timed run, which are short, so that it has many steps of every class."""
+MEASURED = Intervals(2, 10)  # intervals of the timed run, which are short, so that it has many steps of every class
 REPORTED = (Intervals(10, 100), Intervals(1, 10))
 ROWS_REFRESHED = Intervals(10, 10)
 """Intervals of a method that keeps rows of examples, which every tenth step takes and refreshes by default."""
@@ -91,11 +90,9 @@ class Work:
 
     training: float
     precondition: float
-    factor: float = 0.0
-    """FLOPs of the products that compute the factors."""
+    factor: float = 0.0  # FLOPs of the products that compute the factors
     refresh: float = 0.0
-    scale: float = 0.0
-    """FLOPs of EK-FAC's scale, which every step measures."""
+    scale: float = 0.0  # FLOPs of EK-FAC's scale, which every step measures
 
     def floor(self, intervals: Intervals) -> float:
         """Return the minimum step time relative to plain training, if all FLOPs took the same time."""
@@ -110,17 +107,11 @@ REFERENCE_EVERY = 3
 
 @dataclass
 class Contender:
-    """One optimizer that is timed."""
-
     trainer: Trainer
-    scheme: str | None = None
-    """How it inverts the curvature; None for a method whose steps all do the same work."""
-    measured: Intervals = MEASURED
-    """Intervals of the timed run."""
-    reported: tuple[Intervals, ...] = REPORTED
-    """Intervals to amortize over."""
-    times: Times = field(default_factory=dict)
-    """Seconds of the steps of each class."""
+    scheme: str | None = None  # how it inverts the curvature; None for a method whose steps all do the same work
+    measured: Intervals = MEASURED  # intervals of the timed run
+    reported: tuple[Intervals, ...] = REPORTED  # intervals to amortize over
+    times: Times = field(default_factory=dict)  # seconds of the steps of each class
     taken: int = 0
 
     @property
@@ -202,14 +193,10 @@ class StepTime(OnWorkload):
         runs = [reference, *contenders]
         results = [_figures(run, reference, base, rates["gemm_gflops"]) for run in runs]
         data = {
-            "workload": self.workload,
-            "batch_size": workload.batch_size,
-            "device": self.device,
-            "amp": self.amp,
-            "training_gflop": base.training / 1e9,
-            **{name: asdict(rate) for name, rate in rates.items()},
+            "workload": self.workload, "batch_size": workload.batch_size, "device": self.device, "amp": self.amp,
+            "training_gflop": base.training / 1e9, **{name: asdict(rate) for name, rate in rates.items()},
             "results": results,
-        }
+        }  # fmt: skip
         where = f"{self.threads}-threads" if self.device == "cpu" else self.device
         stem = "step-time" if where == "1-threads" else f"step-time-on-{where}"
         report.save(self.out_dir, f"{stem}-{self.workload}", [_table(data)], data)
@@ -271,13 +258,9 @@ def _work(run: Contender, base: Work) -> Work | None:
 def _figures(run: Contender, reference: Contender, base: Work, gemm: Rate) -> dict[str, Any]:
     sgd, work = summary(reference.times)["plain"], _work(run, base)
     figures: dict[str, Any] = {
-        "label": run.trainer.history.label,
-        "times": run.times,
-        "median": summary(run.times),
-        "minimum": summary(run.times, min),
-        "optimizer_bytes": optimizer_bytes(run.trainer.optimizer),
-        "amortised": {},
-    }
+        "label": run.trainer.history.label, "times": run.times, "median": summary(run.times),
+        "minimum": summary(run.times, min), "optimizer_bytes": optimizer_bytes(run.trainer.optimizer), "amortised": {},
+    }  # fmt: skip
     for intervals in run.reported if run.scheme else (MEASURED,):
         entry = {
             "ratio": ratio(run.times, intervals, reference.times),

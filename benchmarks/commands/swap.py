@@ -174,11 +174,8 @@ class Scripts(Common):
             for name in report.tracked("scripts", names):
                 results[name] = compare(TWENTY[name], data, lines, self._steps(TWENTY[name]))
         about = {
-            "size": self.size,
-            "seed": self.seed,
-            "length": self.length,
-            "lines": {"AdamW": LINES["adamw"], **lines},
-        }
+            "size": self.size, "seed": self.seed, "length": self.length, "lines": {"AdamW": LINES["adamw"], **lines},
+        }  # fmt: skip
         tables = [totals_of(results, self.lines), _each(results)]
         report.save(self.out_dir, f"scripts-{self.size}", tables, {**about, "scripts": results})
         return 0
@@ -188,8 +185,6 @@ class Scripts(Common):
 
 
 class Run:
-    """One optimizer with its copy of the model."""
-
     def __init__(self, line: str, script: Script, model: nn.Module) -> None:
         self.model, self.history = deepcopy(model), History(line)
         try:
@@ -208,7 +203,6 @@ class Run:
 
 
 def compare(script: Script, data: Data, lines: Mapping[str, str], steps: int) -> dict[str, Any]:
-    """Train with AdamW and with each line, in turns, and return the results of all of them."""
     with seeded(data.seed):
         model, batches, loss = script.build(data)
     Run(LINES["adamw"], script, model).step(loss, next(batches))  # warms up torch before the measured runs

@@ -27,8 +27,7 @@ from benchmarks.workloads.tiny import found_or_made_up
 from secondorder import SecondOrderOptimizer
 from secondorder.comm.counter import Counter
 
-RANK_COLUMNS = 8
-"""Maximum number of ranks with a column in the table."""
+RANK_COLUMNS = 8  # maximum number of ranks with a column in the table
 
 
 def rank_table(ranks: Sequence[RankFigures], steps: int) -> Table:
@@ -83,7 +82,6 @@ class Train(Planned):
             return self._run(ranks, device, data_dir, made_up)
 
     def _run(self, ranks: Ranks, device: torch.device, data_dir: Path, made_up: bool) -> int:
-        """Train, and report on the first rank."""
         plan = replace(self, data_dir=data_dir).plan(ranks.size)
         assert plan.steps is not None  # it is None only for a printed recipe
         schedule = partial(make_schedule, plan.recipe.schedule, plan.steps)
@@ -111,16 +109,10 @@ class Train(Planned):
         """Return the settings that must match those of a checkpoint. The number of steps may differ."""
         fields = {**plan.recipe.workload, **parse_settings(self.workload_set)}
         return {
-            "workload": self.workload,
-            "size": self.size,
-            "fields": fields,
-            "batch_size": plan.workload.batch_size,
-            "optimizer": self.optimizer,
-            "settings": dict(plan.recipe.settings),
-            "schedule": asdict(plan.recipe.schedule),
-            "seed": self.seed,
-            "amp": self.amp,
-        }
+            "workload": self.workload, "size": self.size, "fields": fields, "batch_size": plan.workload.batch_size,
+            "optimizer": self.optimizer, "settings": dict(plan.recipe.settings),
+            "schedule": asdict(plan.recipe.schedule), "seed": self.seed, "amp": self.amp,
+        }  # fmt: skip
 
     def _train(
         self, trainer: Trainer, ranks: Ranks, steps: int, identity: dict[str, Any]
@@ -170,17 +162,12 @@ class Train(Planned):
         history, memory = trainer.history, ranks[0].memory
         found = trainer.evaluate(self.evaluate, quality=self.evaluate)
         data = {
-            **about,
-            "source": recipe.source,
-            "device": self.device,
-            "losses": history.losses,
-            "step_seconds": history.step_seconds,
-            "optimizer_bytes": memory["total"],
-            "memory": memory,
+            **about, "source": recipe.source, "device": self.device, "losses": history.losses,
+            "step_seconds": history.step_seconds, "optimizer_bytes": memory["total"], "memory": memory,
             "ranks": [{key: value for key, value in asdict(rank).items() if key != "losses"} for rank in ranks],
             "evaluated_on": "all held-out data" if self.evaluate else "the workload's own choice of held-out data",
             **found,
-        }
+        }  # fmt: skip
         last = len(history.losses)
         cells = {"loss at step": f"mean of {WINDOW}"}
         cells |= {str(step): f"{history.loss_at(step):.4g}" for step in (*CHECKPOINTS, last) if step <= last}

@@ -37,12 +37,9 @@ from benchmarks.runner import WINDOW, History, MakeOptimizer, Trainer, trainer_o
 from benchmarks.workloads import DataMissingError, Size, Workload, WorkloadName, make_workload
 from secondorder.methods.presets import PRESETS
 
-SHARES: dict[Size, float] = {"smoke": 1.0, "cpu": 1 / 3, "paper": 1.0}
-"""Share of a workload's steps that a run takes."""
-TOLERANCE = 0.02
-"""Tolerance of "at least as good", as a share of the decrease of AdamW's loss."""
-REFERENCE = "adamw"
-"""The reference, with torch's defaults: lr 1e-3, weight decay 1e-2."""
+SHARES: dict[Size, float] = {"smoke": 1.0, "cpu": 1 / 3, "paper": 1.0}  # share of a workload's steps that a run takes
+TOLERANCE = 0.02  # tolerance of "at least as good", as a share of the decrease of AdamW's loss
+REFERENCE = "adamw"  # the reference, with torch's defaults: lr 1e-3, weight decay 1e-2
 
 
 @dataclass
@@ -100,7 +97,6 @@ class Robustness(Repeated):
         return SHARES[self.size] if self.share is None else self.share
 
     def _runs(self, cells: Cells, workload: Workload, name: str) -> list[Figures]:
-        """Train one workload with one optimizer, once for each seed."""
         settings = parse_settings(self.set) if find(name).ours else {}
         steps = max(WINDOW, round(self._share() * workload.steps[self.size]))
         runs = []
@@ -159,9 +155,6 @@ def _judged(row: Figures, reference: Figures) -> tuple[bool | None, float | None
 
 
 def _tables(names: Sequence[str], rows: Sequence[Row]) -> list[Table]:
-    by_workload: dict[str, dict[str, Row]] = {}
-    for row in rows:
-        by_workload.setdefault(row["workload"], {})[row["optimizer"]] = row
     columns: dict[str, report.Column] = {
         "workload": lambda own: str(own[REFERENCE]["workload"]),
         "initial loss": lambda own: value("first", ".4g")(own[REFERENCE]),
@@ -171,7 +164,7 @@ def _tables(names: Sequence[str], rows: Sequence[Row]) -> list[Table]:
         f"Final training loss, as a mean of {WINDOW} steps, with the defaults of every constructor. Initial loss: that "
         "of the first batch. +: at least as good as AdamW's defaults (lr 1e-3)."
     )
-    untuned = report.table_of("Untuned", list(by_workload.values()), columns, caption)
+    untuned = report.table_of("Untuned", report.grouped(rows, "workload", "optimizer"), columns, caption)
     caption = (
         f"As good: the final loss is at most AdamW's plus {TOLERANCE:g} of AdamW's decrease. Decrease: how far the "
         "loss falls relative to AdamW, as a median over the workloads. Smallest: the worst workload."
@@ -214,8 +207,7 @@ class Choice:
 
     name: str
     replaces: str
-    line: str
-    """The line, which may use ``name`` and the settings of the replaced optimizer, such as ``lr``."""
+    line: str  # the line, which may use `name` and the settings of the replaced optimizer, such as `lr`
     workloads: tuple[WorkloadName, ...]
 
     @property

@@ -117,13 +117,10 @@ class Window(Alone):
         moved = 2 * memory["window"]
         moved += _SPARSE_PASSES * count(shapes) if isinstance(keywords.get("compression"), TopK) else 0
         return {
-            **figures,
-            "times": times,
-            **_ratios(times, moved, rows**3 / 3, gemm),
-            "memory": memory,
+            **figures, "times": times, **_ratios(times, moved, rows**3 / 3, gemm), "memory": memory,
             "dense_over_state": 4 * rows * count(shapes) / sum(memory.get(kind, 0) for kind in _STATE),
             "peak_bytes": peak,
-        }
+        }  # fmt: skip
 
     def _rows(self, size: SizeName, storage: StorageName) -> int:
         if self.window_size is not None:
@@ -145,7 +142,6 @@ def _drawing(params: Sequence[nn.Parameter], seed: int) -> Callable[[], None]:
 
 
 def _times(optimizer: Optimizer, draw: Callable[[], None], steps: int, device: torch.device) -> dict[str, list[float]]:
-    """Alternate steps with the copy and, for dense rows, the two products."""
     works: dict[str, Callable[[], object]] = {"step": lambda: optimizer.step(), "copy": copying(COPY_BYTES, device)}
     rows = dense_rows(optimizer)
     if rows is not None:

@@ -29,13 +29,10 @@ _SHADE = 0.18  # opacity of the range over the seeds
 
 @dataclass(frozen=True)
 class Course:
-    """The curves of an optimizer's finished runs."""
-
     label: str
     steps: Array
     seconds: Array
-    losses: Array
-    """[seeds, points]"""
+    losses: Array  # [seeds, points]
 
     @property
     def mean(self) -> Array:
@@ -56,7 +53,6 @@ def course(results: Results, optimizer: str) -> Course | None:
 
 
 def draw_losses(results: Results, path: Path) -> None:
-    """Draw losses over steps and seconds: AdamW, Muon, the best first-order optimizer and the best of our methods."""
     courses = [found for name in shown(results) if (found := course(results, name))]
     styles = [{"color": look(found.label, 0)["color"]} for found in courses]
     title = f"{results['workload']}, {results['steps']} steps"
@@ -64,7 +60,6 @@ def draw_losses(results: Results, path: Path) -> None:
 
 
 def draw_histories(histories: Sequence[History], title: str, target: float, path: Path) -> None:
-    """Draw the loss of single runs over steps and seconds, as a mean of ten steps, with the loss to reach."""
     courses = []
     for history in histories:
         losses = np.array(history.smoothed)
@@ -84,7 +79,6 @@ def draw_courses(
     path: Path,
     target: float | None = None,
 ) -> None:
-    """Draw losses over steps and over seconds, side by side."""
     with styled():
         figure = Figure(figsize=(9, 2.5 + 0.5 * math.ceil(len(courses) / 4)), layout="constrained")
         panels = figure.subplots(1, 2, sharey=True)
@@ -112,9 +106,7 @@ def draw_courses(
 
 def shown(results: Results) -> list[str]:
     """Return AdamW, the best variant of Muon, the best first-order optimizer, and the best of our methods."""
-    first = statistics.best_first(results)
-    target = statistics.target_of(results, first)
-    best = statistics.best_of_ours(results, target) if target else None
+    first, best = statistics.best_first(results), statistics.leaders(results)[1]
     ranked = [found.optimizer for found in statistics.summaries(results) if found.loss]
     muon = next((name for name in ranked if name.startswith("muon")), None)
     names = ["adamw", muon, first, best.optimizer if best else None]

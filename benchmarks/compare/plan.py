@@ -14,31 +14,22 @@ from typing import Any, Literal
 
 Phase = Literal["sift", "long", "final", "short"]
 """A trial, a full run at a rate that is not the best, a full run that counts, or one with a shorter schedule."""
-Run = Mapping[str, Any]
-"""The results of a finished run, see :mod:`benchmarks.compare.runs`."""
+Run = Mapping[str, Any]  # the results of a finished run, see `benchmarks.compare.runs`
 
-STEP = math.sqrt(10)
-"""Ratio of neighboring learning rates."""
-COMMON = "adamw"
-"""Always treated as a leader, because every reader compares with it."""
-EXTENSIONS = 2
-"""Maximum number of further rates, if the best one is the lowest or the highest."""
+STEP = math.sqrt(10)  # ratio of neighboring learning rates
+COMMON = "adamw"  # always treated as a leader, because every reader compares with it
+EXTENSIONS = 2  # maximum number of further rates, if the best one is the lowest or the highest
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run to do."""
-
     optimizer: str
     phase: Phase
-    factor: float
-    """Factor for the searched keywords of the recipe."""
+    factor: float  # factor for the searched keywords of the recipe
     seed: int
-    steps: int
-    """Length of the run and of its schedule."""
+    steps: int  # length of the run and of its schedule
 
     def key(self, settings: Mapping[str, Any], *more: Any) -> str:
-        """Return a hash that identifies this run and its settings."""
         phase = "final" if self.phase == "long" else self.phase  # which of the two it is depends on later runs
         text = json.dumps([asdict(self) | {"phase": phase}, dict(settings), *more], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -46,15 +37,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Budget:
-    """The budget of every optimizer."""
-
-    steps: int
-    """Number of steps of a full run."""
-    factors: tuple[float, ...] = (1 / STEP, 1.0, STEP)
-    """Learning rates to try, as multiples of the recipe's."""
+    steps: int  # number of steps of a full run
+    factors: tuple[float, ...] = (1 / STEP, 1.0, STEP)  # learning rates to try, as multiples of the recipe's
     seeds: int = 3
-    sift_share: float = 1 / 6
-    """Share of the steps that a trial takes."""
+    sift_share: float = 1 / 6  # share of the steps that a trial takes
     short_share: float = 0.0
     """Share of the steps in short runs. With 0, there are none."""
     extend: bool = True

@@ -47,10 +47,8 @@ def recipe_on(name: str, workload: Workload, size: Size, data_dir: Path) -> Reci
     return recipe.at(1, workload.batch_size, own)
 
 
-POINTS = 60
-"""Maximum number of points of a stored curve."""
-REFERENCE_EVERY = 5
-"""Number of steps between two steps of the reference."""
+POINTS = 60  # maximum number of points of a stored curve
+REFERENCE_EVERY = 5  # number of steps between two steps of the reference
 
 
 @dataclass(frozen=True)
@@ -62,17 +60,14 @@ class Setting:
     data_dir: Path
     threads: int = 1
     batch_size: int | None = None
-    everything: bool = False
-    """Whether to evaluate on all held-out data."""
+    everything: bool = False  # whether to evaluate on all held-out data
     schedule: Schedule = COSINE
     peer_paths: tuple[str, ...] = ()
     reference_seconds: float | None = None
     """Seconds of a step of SGD when the comparison started. With None, seconds are not scaled."""
-    deadline: float = math.inf
-    """Time in seconds since the epoch at which unfinished runs are interrupted."""
+    deadline: float = math.inf  # time in seconds since the epoch at which unfinished runs are interrupted
     workload_changes: Mapping[str, Any] = field(default_factory=dict)
-    evaluate_every: int | None = None
-    """Steps between evaluations during a run."""
+    evaluate_every: int | None = None  # steps between evaluations during a run
     device: DeviceName = "cpu"
     amp: Amp | None = None
     pauses: Path | None = None
@@ -110,20 +105,11 @@ def execute(job: Job, setting: Setting) -> dict[str, Any]:
     set_paths(setting.peer_paths)
     method, recipe = find(job.optimizer), recipe_of(job, setting)
     entry: dict[str, Any] = {
-        "key": key_of(job, recipe),
-        "optimizer": job.optimizer,
-        "label": method.label,
-        "ours": method.ours,
-        "order": method.order,
-        "phase": job.phase,
-        "factor": job.factor,
-        "settings": dict(recipe.settings),
-        "seed": job.seed,
-        "steps": job.steps,
-        "versions": versions(job.optimizer),
-        "source": recipe.source,
+        "key": key_of(job, recipe), "optimizer": job.optimizer, "label": method.label, "ours": method.ours,
+        "order": method.order, "phase": job.phase, "factor": job.factor, "settings": dict(recipe.settings),
+        "seed": job.seed, "steps": job.steps, "versions": versions(job.optimizer), "source": recipe.source,
         "note": recipe.note,
-    }
+    }  # fmt: skip
     try:
         return entry | train(job, setting, method, recipe, pause_of(job, setting, key_of(job, recipe)))
     except (TimeoutError, DataMissingError, PackageMissingError):
@@ -143,7 +129,6 @@ def pause_of(job: Job, setting: Setting, key: str) -> Pause | None:
 
 
 def train(job: Job, setting: Setting, method: Method, recipe: Recipe, pause: Pause | None = None) -> dict[str, Any]:
-    """Train with the settings of a recipe, and return the results of the run."""
     workload = setting.make_workload()
     schedule = partial(make_schedule, schedule_of(recipe, setting), job.steps)
     torch.manual_seed(job.seed)  # for example for dropout
@@ -210,14 +195,9 @@ def _figures(trainer: Trainer, job: Job, setting: Setting) -> dict[str, Any]:
         quality = trainer.evaluate(setting.everything, quality=setting.everything)
         metric = quality.pop(trainer.workload.metric)
     figures = {
-        "taken": len(history.losses),
-        "diverged": lost,
-        "failed": None,
-        "curve": curve(history),
-        "metric": metric,
-        "quality": quality,
-        "optimizer_bytes": optimizer_bytes(trainer.optimizer),
-    }
+        "taken": len(history.losses), "diverged": lost, "failed": None, "curve": curve(history), "metric": metric,
+        "quality": quality, "optimizer_bytes": optimizer_bytes(trainer.optimizer),
+    }  # fmt: skip
     if close := getattr(trainer.optimizer, "close", None):
         close()
     return figures

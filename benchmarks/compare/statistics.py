@@ -28,8 +28,7 @@ class Spread:
     mean: float
     low: float
     high: float
-    deviation: float | None
-    """Standard deviation of the sample, or None for a single value."""
+    deviation: float | None  # standard deviation of the sample, or None for a single value
     count: int
 
 
@@ -43,31 +42,22 @@ class Target:
     steps: float
     """Number of steps of its full run. :attr:`seconds` also refers to this run."""
     seconds: float
-    crossing: float
-    """Seconds in which its own curves first reach the loss, as a mean over the seeds that reach it."""
+    crossing: float  # seconds in which its own curves first reach the loss, as a mean over the seeds that reach it
 
 
 @dataclass(frozen=True)
 class Reach:
-    """How an optimizer reached a target."""
-
     optimizer: str
     label: str
     ours: bool
-    phase: Phase
-    """``"final"`` if full runs reached it, and ``"short"`` for the end of short runs."""
-    reached: int
-    """Number of seeds that reached the target."""
+    phase: Phase  # `"final"` if full runs reached it, and `"short"` for the end of short runs
+    reached: int  # number of seeds that reached the target
     seeds: int
-    loss: float | None
-    """Mean final loss of the runs that finished."""
-    steps: float | None
-    """Mean over the seeds that reached the target, like the following attributes."""
+    loss: float | None  # mean final loss of the runs that finished
+    steps: float | None  # mean over the seeds that reached the target, like the following attributes
     seconds: float | None
-    steps_share: float | None
-    """Share of the steps of the target's optimizer."""
-    seconds_share: float | None
-    """Share of the seconds in which the target's optimizer first reaches the loss."""
+    steps_share: float | None  # share of the steps of the target's optimizer
+    seconds_share: float | None  # share of the seconds in which the target's optimizer first reaches the loss
 
     @property
     def everywhere(self) -> bool:
@@ -83,23 +73,17 @@ class Reach:
 
 @dataclass(frozen=True)
 class Summary:
-    """Summary of the runs of one optimizer."""
-
     optimizer: str
     label: str
     ours: bool
     order: str
-    factor: float | None
-    """Factor for the learning rate of its full runs."""
-    seeds: int
-    """Number of full runs, including those that did not finish."""
+    factor: float | None  # factor for the learning rate of its full runs
+    seeds: int  # number of full runs, including those that did not finish
     loss: Spread | None
     metric: Spread | None
     seconds: Spread | None
-    step_cost: float | None
-    """Seconds per step relative to SGD."""
-    megabytes: float | None
-    """Largest state of the optimizer over its full runs."""
+    step_cost: float | None  # seconds per step relative to SGD
+    megabytes: float | None  # largest state of the optimizer over its full runs
 
     @property
     def incomplete(self) -> bool:
@@ -187,18 +171,12 @@ def summarize(results: Results, optimizer: str) -> Summary:
     known = select(results, optimizer=optimizer)[0]
     sizes = [run["optimizer_bytes"] for run in runs if run["optimizer_bytes"] is not None and not run["failed"]]
     return Summary(
-        optimizer=optimizer,
-        label=known["label"],
-        ours=known["ours"],
-        order=known["order"],
-        factor=runs[0]["factor"] if runs else best_factor(results, optimizer),
-        seeds=len(runs),
-        loss=spread(map(end_loss, done)),
-        metric=spread(run["metric"] for run in done),
+        optimizer=optimizer, label=known["label"], ours=known["ours"], order=known["order"],
+        factor=runs[0]["factor"] if runs else best_factor(results, optimizer), seeds=len(runs),
+        loss=spread(map(end_loss, done)), metric=spread(run["metric"] for run in done),
         seconds=spread(run["curve"][-1][column] for run in done),
-        step_cost=own / base if own is not None and base else None,
-        megabytes=max(sizes) / 1e6 if sizes else None,
-    )
+        step_cost=own / base if own is not None and base else None, megabytes=max(sizes) / 1e6 if sizes else None,
+    )  # fmt: skip
 
 
 def summaries(results: Results) -> list[Summary]:
@@ -224,13 +202,9 @@ def target_of(results: Results, optimizer: str | None) -> Target | None:
     loss, seconds = fmean(map(end_loss, done)), fmean(run["curve"][-1][column] for run in done)
     crossings = [hit[1] for run in done if (hit := first_reach(run, loss, column))]
     return Target(
-        optimizer=optimizer,
-        label=label_of(results, optimizer),
-        loss=loss,
-        steps=fmean(run["taken"] for run in done),
-        seconds=seconds,
-        crossing=fmean(crossings) if crossings else seconds,
-    )
+        optimizer=optimizer, label=label_of(results, optimizer), loss=loss, steps=fmean(run["taken"] for run in done),
+        seconds=seconds, crossing=fmean(crossings) if crossings else seconds,
+    )  # fmt: skip
 
 
 def targets(results: Results) -> list[Target]:
@@ -260,18 +234,11 @@ def reach(results: Results, optimizer: str, target: Target, phase: Phase) -> Rea
     seconds = fmean(time for _, time in found) if found else None
     loss = spread(map(end_loss, runs))
     return Reach(
-        optimizer=optimizer,
-        label=runs[0]["label"],
-        ours=runs[0]["ours"],
-        phase=phase,
-        reached=len(found),
-        seeds=len(runs),
-        loss=loss.mean if loss else None,
-        steps=steps,
-        seconds=seconds,
+        optimizer=optimizer, label=runs[0]["label"], ours=runs[0]["ours"], phase=phase, reached=len(found),
+        seeds=len(runs), loss=loss.mean if loss else None, steps=steps, seconds=seconds,
         steps_share=None if steps is None else steps / target.steps,
         seconds_share=seconds / target.crossing if seconds is not None and target.crossing else None,
-    )
+    )  # fmt: skip
 
 
 def reaches(results: Results, target: Target) -> list[Reach]:
@@ -291,6 +258,12 @@ def best_of_ours(results: Results, target: Target) -> Reach | None:
     If no seed reached it, return the method with the lowest final loss.
     """
     return next((item for item in reaches(results, target) if item.ours), None)
+
+
+def leaders(results: Results) -> tuple[Target | None, Reach | None]:
+    """Return the best first-order optimizer as a target, and the best of our methods that aims at it."""
+    target = target_of(results, best_first(results))
+    return target, best_of_ours(results, target) if target else None
 
 
 def whole_share(results: Results, item: Reach, target: Target) -> float | None:

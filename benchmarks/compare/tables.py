@@ -71,14 +71,10 @@ def result_rows(results: Results) -> Table:
 def _result(found: Summary) -> tuple[str, ...]:
     loss, deviation = found.loss, found.loss.deviation if found.loss else None
     return (
-        found.label,
-        "ours" if found.ours else found.order,
-        NOTHING if found.factor is None else f"{found.factor:.3g}",
-        number(loss.mean if loss else None),
-        number(deviation, 2),
-        wording.interval(loss),
+        found.label, "ours" if found.ours else found.order, NOTHING if found.factor is None else f"{found.factor:.3g}",
+        number(loss.mean if loss else None), number(deviation, 2), wording.interval(loss),
         number(found.metric.mean if found.metric else None),
-    )
+    )  # fmt: skip
 
 
 def _cost(found: Summary) -> tuple[str, ...]:
@@ -94,21 +90,16 @@ def _quality(results: Results, optimizer: str, name: str) -> str:
     return number(found.mean if found else None)
 
 
+_REACHED = (
+    "optimizer", "runs", "seeds", "loss at end", "steps", "share of steps", "seconds", "relative seconds", "target",
+)  # fmt: skip
+
+
 def reach_rows(results: Results, target: Target) -> Table:
     found, aim = statistics.reaches(results, target), results["share_target"]
     return Table(
         f"Reaching the final loss of {target.label}: {number(target.loss)}",
-        (
-            "optimizer",
-            "runs",
-            "seeds",
-            "loss at end",
-            "steps",
-            "share of steps",
-            "seconds",
-            "relative seconds",
-            "target",
-        ),
+        _REACHED,
         tuple(_reach(item, aim) for item in found),
         f"The share of steps is relative to a full run of {target.label}, {target.steps:.0f} steps and "
         f"{seconds(target.seconds)} s. Relative seconds are relative to the {seconds(target.crossing)} s in which its "
@@ -121,17 +112,12 @@ def reach_rows(results: Results, target: Target) -> Table:
 
 
 def _reach(item: Reach, aim: float) -> tuple[str, ...]:
+    steps = NOTHING if item.steps is None else f"{item.steps:.0f}"
     return (
-        item.label,
-        "short" if item.phase == "short" else "full",
-        f"{item.reached} of {item.seeds}",
-        number(item.loss),
-        NOTHING if item.steps is None else f"{item.steps:.0f}",
-        share(item.steps_share),
-        seconds(item.seconds),
-        share(item.seconds_share),
+        item.label, "short" if item.phase == "short" else "full", f"{item.reached} of {item.seeds}", number(item.loss),
+        steps, share(item.steps_share), seconds(item.seconds), share(item.seconds_share),
         verdict(item.met(aim)) if item.ours else NOTHING,
-    )
+    )  # fmt: skip
 
 
 def sift_rows(results: Results) -> Table:
@@ -178,7 +164,6 @@ _MADE_UP = "The data was generated at random in the real format: the code ran, b
 
 
 def write_report(results: Results, folder: Path) -> Path:
-    """Write the page and its figure to a folder, and return the path of the page."""
     folder.mkdir(parents=True, exist_ok=True)
     text = page(results)
     if any(math.isfinite(end_loss(run)) for run in statistics.select(results, "final")):

@@ -98,7 +98,6 @@ def _broken(results: Results) -> str:
 
 
 def budget(results: Results) -> list[str]:
-    """Return sentences about budgets and limitations."""
     limits = [*_trials(results), *_shorter(results), *_edges(results), *_machines(results)]
     return [*limits, *notes(results["runs"])]
 

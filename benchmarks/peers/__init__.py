@@ -38,12 +38,9 @@ PEERS: dict[str, Method] = {
 }
 
 _LIBRARIES = {
-    "soap": "pytorch_optimizer",
-    "shampoo": "pytorch_optimizer",
-    "psgd_kron": "pytorch_optimizer",
-    "schedule_free": "schedulefree",
-    "singd": "singd",
-}
+    "soap": "pytorch_optimizer", "shampoo": "pytorch_optimizer", "psgd_kron": "pytorch_optimizer",
+    "schedule_free": "schedulefree", "singd": "singd",
+}  # fmt: skip
 """Modules of packages."""
 
 

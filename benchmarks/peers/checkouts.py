@@ -30,8 +30,7 @@ CHECKOUTS = {
     "ist_mfac": ("https://github.com/IST-DASLab/M-FAC", "optim.py"),
 }
 """Repositories that the user has to clone, by the name of the peer, each with a file that identifies it."""
-PATHS: dict[str, Path] = {}
-"""The folders of checkouts, by the name of the peer."""
+PATHS: dict[str, Path] = {}  # the folders of checkouts, by the name of the peer
 
 
 def set_paths(pairs: Iterable[str]) -> None:

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
-HEADS = ("head", "lm_head", "classifier", "fc")
-"""Names of modules that contain the output layer."""
+HEADS = ("head", "lm_head", "classifier", "fc")  # names of modules that contain the output layer
 
 
 @dataclass(frozen=True)
@@ -17,8 +16,7 @@ class Matrix:
     """A weight as one matrix, or as several stacked matrices."""
 
     parameter: nn.Parameter
-    pieces: int = 1
-    """Number of matrices, which is 3 if queries, keys and values share a parameter."""
+    pieces: int = 1  # number of matrices, which is 3 if queries, keys and values share a parameter
 
     def views(self, tensor: Tensor) -> list[Tensor]:
         """Return the matrices ``[d_out, rest]`` of the parameter or of its gradient."""

@@ -18,10 +18,8 @@ from secondorder.methods.names import ALIASES
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
 """Further recipes of optimizers: the preset for scripts with AdamW, EKFAC with either exponent, damping that adapts to
 the loss, and orthogonalized steps."""
-WINDOW_METHODS: tuple[MethodName, ...] = ("mfac", "sparse_mfac", "ggt")
-"""Methods that keep a window of past gradients."""
-OWN: tuple[MethodName, ...] = get_args(Own)
-"""Optimizers of torch and methods of this package, without variants."""
+WINDOW_METHODS: tuple[MethodName, ...] = ("mfac", "sparse_mfac", "ggt")  # methods that keep a window of past gradients
+OWN: tuple[MethodName, ...] = get_args(Own)  # optimizers of torch and methods of this package, without variants
 METHODS: dict[str, Method] = {name: replace(method, published=PUBLISHED.get(name, {})) for name, method in OURS.items()}
 
 

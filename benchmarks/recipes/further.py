@@ -53,17 +53,11 @@ def _table(
     natural: Settings = {**grafted, **(layers or {}), **(decayed or {})}
     whitening: Settings = {"lr": white or rate, "fallback_lr": rate, **(layers or {}), **WHITENING}
     return {
-        "sgd": {"lr": sgd, "momentum": 0.9},
-        "adamw": {"lr": rate},
-        "kfac": natural,
-        "ekfac": whitening if whitened else natural,
-        "ekfac_natural": natural,
-        "ekfac_whiten": whitening,
-        "hylo": {**natural, **hylo},
-        "mfac": {**grafted, "window_size": window, **DAMPED},
-        "sparse_mfac": {**grafted, "window_size": window, **DAMPED},
-        "ggt": ggt or {**grafted, "window_size": window},
-    }
+        "sgd": {"lr": sgd, "momentum": 0.9}, "adamw": {"lr": rate}, "kfac": natural,
+        "ekfac": whitening if whitened else natural, "ekfac_natural": natural, "ekfac_whiten": whitening,
+        "hylo": {**natural, **hylo}, "mfac": {**grafted, "window_size": window, **DAMPED},
+        "sparse_mfac": {**grafted, "window_size": window, **DAMPED}, "ggt": ggt or {**grafted, "window_size": window},
+    }  # fmt: skip
 
 
 def _residual(sgd: float, window: int, rows: int) -> dict[MethodName, Settings]:

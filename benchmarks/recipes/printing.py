@@ -19,8 +19,7 @@ RULES = {
     "sqrt": "rates × √(batch size / that of the recipe)",
     "linear": "rates × (batch size / that of the recipe)",
 }
-WORLDS = (1, 2, 4, 8, 16, 32, 64)
-"""Numbers of ranks in the table of scaled rates."""
+WORLDS = (1, 2, 4, 8, 16, 32, 64)  # numbers of ranks in the table of scaled rates
 _COURSES = {"constant": "constant", "cosine": "cosine to nothing", "linear": "linear to nothing",
             "trapezoid": "constant, then linear to nothing at the end"}  # fmt: skip
 _CLASSES = {sgd: "torch.optim.SGD", adamw: "torch.optim.AdamW"}

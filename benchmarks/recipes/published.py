@@ -239,13 +239,7 @@ GGT: dict[str, Recipe] = {
 }
 
 PUBLISHED: Mapping[MethodName, Mapping[str, Recipe]] = {
-    "sgd": SGD,
-    "adamw": ADAMW,
-    "kfac": KFAC,
-    "kfac_adaptive": {"autoencoder": _AUTOENCODER},
-    "hylo": HYLO,
-    "mfac": MFAC,
-    "sparse_mfac": SPARSE_MFAC,
-    "ggt": GGT,
-}
+    "sgd": SGD, "adamw": ADAMW, "kfac": KFAC, "kfac_adaptive": {"autoencoder": _AUTOENCODER}, "hylo": HYLO,
+    "mfac": MFAC, "sparse_mfac": SPARSE_MFAC, "ggt": GGT,
+}  # fmt: skip
 """Recipes by method and workload, for the size ``paper``."""

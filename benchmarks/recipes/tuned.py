@@ -12,8 +12,7 @@ from benchmarks.recipes.building import adamw, second_order, settings_of, sgd
 from benchmarks.recipes.further import DAMPED, DECAYED, FURTHER, HALF, OFTEN, SPECTRAL, WATCHFUL, WHITENING
 from benchmarks.recipes.types import Method, MethodName, Recipe, Rule, Settings
 
-TUNED = "tuned here"
-"""Source of these recipes, whose keywords were tuned for each method on each workload."""
+TUNED = "tuned here"  # source of these recipes, whose keywords were tuned for each method on each workload
 _BOTH = ("lr", "fallback_lr")
 
 

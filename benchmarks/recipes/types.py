@@ -16,8 +16,7 @@ Own = Literal["sgd", "adamw", "kfac", "ekfac", "hylo", "mfac", "sparse_mfac", "g
 MethodName = Literal[Own, Variant]
 Shape = Literal["constant", "cosine", "linear", "steps", "trapezoid"]
 """Shape of the learning rate after its warm-up. A trapezoid is constant and falls to 0 at the end."""
-_FALL = 0.3
-"""Share of a run in which the rate of a trapezoid falls."""
+_FALL = 0.3  # share of a run in which the rate of a trapezoid falls
 Rule = Literal["constant", "sqrt", "linear"]
 """How the learning rate depends on the batch size: not at all, by its square root, or linearly."""
 
@@ -32,8 +31,7 @@ class Schedule:
     """Learning rate during a run, as a multiple of the recipe's rate."""
 
     shape: Shape = "constant"
-    warmup: float = 0.0
-    """Share of the run in which the rate rises linearly from 0."""
+    warmup: float = 0.0  # share of the run in which the rate rises linearly from 0
     milestones: tuple[float, ...] = ()
     """For ``"steps"``: shares of the run after which the rate is multiplied by ``gamma``."""
     gamma: float = 0.1
@@ -46,28 +44,22 @@ COSINE = Schedule("cosine", 0.05)
 
 @dataclass(frozen=True)
 class Recipe:
-    """Keywords of one optimizer on one workload."""
-
     settings: Settings
-    source: str
-    """Where the settings come from."""
+    source: str  # where the settings come from
     schedule: Schedule = CONSTANT
     batch_size: int | None = None
     """Batch size per rank that the settings are for. The default is that of the workload."""
-    world: int = 1
-    """Number of ranks that the settings are for."""
+    world: int = 1  # number of ranks that the settings are for
     epochs: float | None = None
     """Number of epochs. The default is the number of steps of the workload."""
-    rule: Rule = "sqrt"
-    """How the learning rate depends on the batch size."""
+    rule: Rule = "sqrt"  # how the learning rate depends on the batch size
     searched: tuple[str, ...] = ("lr",)
     """Keywords that a search multiplies by the same factor. The first one identifies the trial."""
     workload: Settings = field(default_factory=dict)
     """Fields of the workload that are part of the recipe, such as label smoothing."""
     own_schedule: bool = False
     """Whether :attr:`schedule` is part of the optimizer, as for schedule-free methods. Comparisons then keep it."""
-    note: str = ""
-    """Additional information for the readers of a comparison."""
+    note: str = ""  # additional information for the readers of a comparison
 
     def at(self, world: int, batch_size: int, own_batch_size: int) -> "Recipe":
         growth = world * batch_size / (self.world * (self.batch_size or own_batch_size))
@@ -79,8 +71,7 @@ class Recipe:
         return replace(self, settings={**self.settings, **scaled})
 
 
-RATES = ("lr", "fallback_lr", "adamw_lr", "plain_lr")
-"""Keywords that are learning rates."""
+RATES = ("lr", "fallback_lr", "adamw_lr", "plain_lr")  # keywords that are learning rates
 
 
 def _scaled(value: Setting, factor: float) -> Setting:
@@ -90,22 +81,14 @@ def _scaled(value: Setting, factor: float) -> Setting:
 
 @dataclass(frozen=True)
 class Method:
-    """One optimizer, with its constructor and its recipe on each workload."""
-
-    label: str
-    """Its name in tables and plots."""
-    construct: Callable[..., Optimizer]
-    """Takes the model and the keywords of a recipe."""
-    recipes: Mapping[str, Recipe]
-    """Recipes by workload for the sizes ``smoke`` and ``cpu``."""
-    published: Mapping[str, Recipe] = field(default_factory=dict)
-    """Recipes by workload for the size ``paper``."""
+    label: str  # its name in tables and plots
+    construct: Callable[..., Optimizer]  # takes the model and the keywords of a recipe
+    recipes: Mapping[str, Recipe]  # recipes by workload for the sizes `smoke` and `cpu`
+    published: Mapping[str, Recipe] = field(default_factory=dict)  # recipes by workload for the size `paper`
     order: Literal["first", "second"] = "second"
     """``"second"`` if it uses curvature. Methods in between, such as Muon, Shampoo and SOAP, count as ``"first"``."""
-    ours: bool = True
-    """Whether it is part of this package."""
-    closure: bool = False
-    """Whether its steps need a closure with any settings."""
+    ours: bool = True  # whether it is part of this package
+    closure: bool = False  # whether its steps need a closure with any settings
 
     def recipe(self, workload: str, size: str = "cpu") -> Recipe:
         if size == "paper" and workload in self.published:
@@ -124,7 +107,6 @@ class Method:
         return self.closure or any(settings.get(key) for key in _WITH_CLOSURE)
 
     def build(self, model: nn.Module, workload: str | None = None, changes: Settings | None = None) -> Optimizer:
-        """Return a new optimizer of ``model`` with the recipe of a workload."""
         return self.construct(model, **self.settings(workload, changes))
 
 

@@ -15,8 +15,7 @@ from typing_extensions import Self
 
 from secondorder import Likelihood
 
-Batch = tuple[Tensor, Tensor]
-"""Inputs and targets of one optimizer step."""
+Batch = tuple[Tensor, Tensor]  # inputs and targets of one optimizer step
 
 Size = Literal["smoke", "cpu", "paper"]
 """``smoke`` is a small model for a few steps, which take seconds on one core. ``cpu`` takes minutes on two cores.
@@ -51,16 +50,12 @@ class Workload(ABC):
     """
 
     name: ClassVar[str]
-    steps: ClassVar[dict[Size, int]]
-    """Number of optimizer steps of a run, for each size."""
-    small: ClassVar[dict[str, Any]] = {}
-    """Fields that differ for the size ``smoke``."""
-    published: ClassVar[dict[str, Any]] = {}
-    """Fields that differ for the size ``paper``."""
+    steps: ClassVar[dict[Size, int]]  # number of optimizer steps of a run, for each size
+    small: ClassVar[dict[str, Any]] = {}  # fields that differ for the size `smoke`
+    published: ClassVar[dict[str, Any]] = {}  # fields that differ for the size `paper`
 
     @classmethod
     def of_size(cls, size: Size, data_dir: Path | None = None) -> Self:
-        """Return this workload in one of its sizes."""
         fields = {"smoke": cls.small, "cpu": {}, "paper": cls.published}[size]
         make: Any = cls
         workload: Self = make(data_dir, **fields)
@@ -91,9 +86,14 @@ class Workload(ABC):
         """The likelihood that corresponds to the loss, or its name in ``secondorder``."""
         return "categorical"
 
-    @abstractmethod
     def build_model(self, seed: int) -> nn.Module:
         """Return a new model whose weights depend on ``seed`` only."""
+        with seeded(seed):
+            return self.network()
+
+    @abstractmethod
+    def network(self) -> nn.Module:
+        """Return a new model whose weights are drawn from torch's generator."""
 
     @abstractmethod
     def batches(self, seed: int) -> Iterator[Batch]:
@@ -146,8 +146,6 @@ class InMemory(Workload):
 
 
 class Classification(Workload):
-    """Base class of classification workloads."""
-
     label_smoothing: float = 0.0
     """Share of the probability that the training targets spread over all classes. Some workloads have it as a field."""
 
@@ -217,7 +215,6 @@ def shuffled_indices(count: int, batch_size: int, generator: torch.Generator) ->
 
 
 def accuracy(model: nn.Module, inputs: Tensor, targets: Tensor, batch_size: int = 500) -> float:
-    """Return the share of examples that the model classifies correctly."""
     parts = [slice(start, start + batch_size) for start in range(0, len(targets), batch_size)]
     with evaluating(model):
         hits = sum(int((model(inputs[part]).argmax(1) == targets[part]).sum()) for part in parts)

@@ -16,25 +16,19 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from benchmarks.workloads.base import Batch, InMemory, Size, evaluating, optional_package, seeded
+from benchmarks.workloads.base import Batch, InMemory, Size, evaluating, optional_package
 from benchmarks.workloads.multi30k import number_words
 
 EncoderName = Literal["smallest", "tiny", "mini", "small", "medium", "base", "large"]
 SHAPES: dict[EncoderName, tuple[int, int, int]] = {
-    "smallest": (1, 32, 2),
-    "tiny": (2, 128, 2),
-    "mini": (4, 256, 4),
-    "small": (4, 512, 8),
-    "medium": (8, 512, 8),
-    "base": (12, 768, 12),
-    "large": (24, 1024, 16),
-}
+    "smallest": (1, 32, 2), "tiny": (2, 128, 2), "mini": (4, 256, 4), "small": (4, 512, 8), "medium": (8, 512, 8),
+    "base": (12, 768, 12), "large": (24, 1024, 16),
+}  # fmt: skip
 """Layers, width and heads. The first size is only for tests."""
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 POSITIONS = 512
 EVAL_EXAMPLES = 256
-PART = 1000
-"""Number of texts that are encoded at once, because the tokenizer needs much more memory than its result."""
+PART = 1000  # number of texts that are encoded at once, because the tokenizer needs much more memory than its result
 _ROWS = ("input_ids", "token_type_ids", "attention_mask")
 
 
@@ -52,19 +46,13 @@ class Encoding(InMemory):
 
     data_dir: Path
     batch_size: int = 16
-    encoder: EncoderName = "tiny"
-    """Size of the encoder, if there is no checkpoint."""
-    length: int = 192
-    """Number of pieces per input."""
-    vocabulary: int = 8000
-    """Number of words if there is no vocabulary of BERT."""
-    dropout: float = 0.0
-    """Dropout probability of the hidden states."""
-    checkpoint: str | None = None
-    """Name or folder of a published encoder with its vocabulary, for ``from_pretrained``."""
+    encoder: EncoderName = "tiny"  # size of the encoder, if there is no checkpoint
+    length: int = 192  # number of pieces per input
+    vocabulary: int = 8000  # number of words if there is no vocabulary of BERT
+    dropout: float = 0.0  # dropout probability of the hidden states
+    checkpoint: str | None = None  # name or folder of a published encoder with its vocabulary, for `from_pretrained`
 
-    head: ClassVar[str]
-    """Name of the model in Transformers."""
+    head: ClassVar[str]  # name of the model in Transformers
 
     def __post_init__(self) -> None:
         if self.encoder not in SHAPES:
@@ -81,14 +69,13 @@ class Encoding(InMemory):
     def labels(self) -> int:
         """Number of outputs of the head."""
 
-    def build_model(self, seed: int) -> nn.Module:
+    def network(self) -> nn.Module:
         kind, dropout = getattr(library(), self.head), self.dropout
         options = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout, "num_labels": self.labels}
-        with seeded(seed):
-            if self.checkpoint is not None:
-                model = kind.from_pretrained(self.checkpoint, **options)
-            else:
-                model = kind(self.configuration(len(self.tokenizer), **options))
+        if self.checkpoint is not None:
+            model = kind.from_pretrained(self.checkpoint, **options)
+        else:
+            model = kind(self.configuration(len(self.tokenizer), **options))
         training: nn.Module = model.train()
         return training
 

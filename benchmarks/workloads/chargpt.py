@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.workloads.base import Batch, Classification, DataMissingError, Size, evaluating, find_folder, seeded
+from benchmarks.workloads.base import Batch, Classification, DataMissingError, Size, evaluating, find_folder
 
 
 class Attention(nn.Module):
@@ -101,8 +101,7 @@ class CharGPT(Classification):
     width: int = 128
     layers: int = 4
     heads: int = 4
-    dropout: float = 0.0
-    """Dropout probability of the hidden states."""
+    dropout: float = 0.0  # dropout probability of the hidden states
     text: str | None = None
     """A text file. The default is tiny Shakespeare in the data folder."""
 
@@ -112,22 +111,16 @@ class CharGPT(Classification):
     small: ClassVar[dict[str, Any]] = {"batch_size": 8, "context": 32, "width": 32, "layers": 1, "heads": 2}
     # From nanoGPT's config/train_shakespeare_char.py, except that its layers have no biases.
     published: ClassVar[dict[str, Any]] = {
-        "batch_size": 64,
-        "context": 256,
-        "width": 384,
-        "layers": 6,
-        "heads": 6,
-        "dropout": 0.2,
-    }
+        "batch_size": 64, "context": 256, "width": 384, "layers": 6, "heads": 6, "dropout": 0.2,
+    }  # fmt: skip
 
     @property
     def examples(self) -> int:
         """Number of disjoint windows in the training text. An epoch draws as many windows at random."""
         return (len(self._split[0]) - 1) // self.context
 
-    def build_model(self, seed: int) -> nn.Module:
-        with seeded(seed):
-            return GPT(self._vocabulary, self.context, self.width, self.layers, self.heads, dropout=self.dropout)
+    def network(self) -> nn.Module:
+        return GPT(self._vocabulary, self.context, self.width, self.layers, self.heads, dropout=self.dropout)
 
     def batches(self, seed: int) -> Iterator[Batch]:
         generator = torch.Generator().manual_seed(seed)

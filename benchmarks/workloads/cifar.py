@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.workloads.base import Batch, Classification, InMemory, Size, accuracy, find_folder, seeded
+from benchmarks.workloads.base import Batch, Classification, InMemory, Size, accuracy, find_folder
 from benchmarks.workloads.readers import CifarName, read_cifar_batch
 from benchmarks.workloads.resnets import cifar_resnet, initialise_convolutions
 
@@ -28,35 +28,23 @@ Augment = Literal["none", "flips", "crops"]
 
 @dataclass(frozen=True)
 class CifarFiles:
-    """The files and the properties of one data set."""
-
     folder: str
     train: tuple[str, ...]
     test: tuple[str, ...]
     classes: int
-    mean: tuple[float, float, float]
-    """Mean of the training pixels, per channel."""
+    mean: tuple[float, float, float]  # mean of the training pixels, per channel
     std: tuple[float, float, float]
 
 
 CIFAR: dict[CifarName, CifarFiles] = {
     "cifar10": CifarFiles(
-        "cifar-10-batches-py",
-        tuple(f"data_batch_{number}" for number in range(1, 6)),
-        ("test_batch",),
-        10,
-        (0.4914, 0.4822, 0.4465),
-        (0.2470, 0.2435, 0.2616),
+        "cifar-10-batches-py", tuple(f"data_batch_{number}" for number in range(1, 6)), ("test_batch",), 10,
+        (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616),
     ),
     "cifar100": CifarFiles(
-        "cifar-100-python",
-        ("train",),
-        ("test",),
-        100,
-        (0.5071, 0.4865, 0.4409),
-        (0.2673, 0.2564, 0.2762),
+        "cifar-100-python", ("train",), ("test",), 100, (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762),
     ),
-}
+}  # fmt: skip
 EVAL_EXAMPLES = 2000
 PADDING = 4
 
@@ -139,8 +127,7 @@ PUBLISHED_STEPS = 64_000
 class ResNet20(Cifar):
     """Cross-entropy on CIFAR with horizontal flips and, at the published size, crops."""
 
-    depth: int = 3
-    """Number of blocks in each of the three stages."""
+    depth: int = 3  # number of blocks in each of the three stages
     channels: tuple[int, int, int] = (16, 32, 64)
 
     name: ClassVar[str] = "resnet20"
@@ -148,15 +135,12 @@ class ResNet20(Cifar):
     small: ClassVar[dict[str, Any]] = {"batch_size": 32, "depth": 1, "channels": (4, 8, 16)}
     published: ClassVar[dict[str, Any]] = {"batch_size": 128, "augment": "crops"}
 
-    def build_model(self, seed: int) -> nn.Module:
-        with seeded(seed):
-            return cifar_resnet(self.depth, self.channels, self.classes)
+    def network(self) -> nn.Module:
+        return cifar_resnet(self.depth, self.channels, self.classes)
 
 
 @dataclass(frozen=True)
 class ResNet32(ResNet20):
-    """ResNet-32, with five blocks per stage."""
-
     depth: int = 5
 
     name: ClassVar[str] = "resnet32"
@@ -174,10 +158,8 @@ class ResNet110(ResNet20):
     small: ClassVar[dict[str, Any]] = {"batch_size": 32, "depth": 2, "channels": (4, 8, 16)}
 
 
-STAGES = (2, 2, 3, 3, 3)
-"""Number of convolutions before each pooling."""
-GROWTH = (1, 2, 4, 8, 8)
-"""Width of each stage, relative to the first."""
+STAGES = (2, 2, 3, 3, 3)  # number of convolutions before each pooling
+GROWTH = (1, 2, 4, 8, 8)  # width of each stage, relative to the first
 
 
 def vgg16(width: int, classes: int) -> nn.Module:
@@ -197,14 +179,12 @@ class VGG16(Cifar):
     """Cross-entropy on CIFAR with horizontal flips. The smaller sizes are narrower than the published network."""
 
     batch_size: int = 64
-    width: int = 16
-    """Channels of the first stage."""
+    width: int = 16  # channels of the first stage
 
     name: ClassVar[str] = "vgg16"
     steps: ClassVar[dict[Size, int]] = {"smoke": 12, "cpu": 100, "paper": 78_000}
     small: ClassVar[dict[str, Any]] = {"batch_size": 32, "width": 4}
     published: ClassVar[dict[str, Any]] = {"batch_size": 128, "width": 64, "augment": "crops"}
 
-    def build_model(self, seed: int) -> nn.Module:
-        with seeded(seed):
-            return vgg16(self.width, self.classes)
+    def network(self) -> nn.Module:
+        return vgg16(self.width, self.classes)

@@ -9,7 +9,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from benchmarks.workloads.base import Batch, Classification, InMemory, Size, accuracy, seeded
+from benchmarks.workloads.base import Batch, Classification, InMemory, Size, accuracy
 
 TEST_EXAMPLES = 360  # one fifth of 1797
 _SPLIT_SEED = 0  # the split is part of the workload, not of a run
@@ -19,8 +19,7 @@ _SPLIT_SEED = 0  # the split is part of the workload, not of a run
 class Digits(InMemory, Classification):
     """Cross-entropy on scikit-learn's digits: 1437 training and 360 test images."""
 
-    data_dir: Path | None = None
-    """Unused, because the data is part of scikit-learn."""
+    data_dir: Path | None = None  # unused, because the data is part of scikit-learn
     batch_size: int = 256
     channels: tuple[int, int] = (16, 32)
 
@@ -29,20 +28,12 @@ class Digits(InMemory, Classification):
     steps: ClassVar[dict[Size, int]] = {"smoke": 30, "cpu": 200, "paper": 200}
     small: ClassVar[dict[str, Any]] = {"batch_size": 64, "channels": (4, 8)}
 
-    def build_model(self, seed: int) -> nn.Module:
-        """Return a network of two convolutions and two linear layers."""
+    def network(self) -> nn.Module:
         first, second = self.channels
-        with seeded(seed):
-            return nn.Sequential(
-                nn.Conv2d(1, first, 3, padding=1),
-                nn.ReLU(),
-                nn.Conv2d(first, second, 3, stride=2, padding=1),
-                nn.ReLU(),
-                nn.Flatten(),
-                nn.Linear(second * 4 * 4, 64),
-                nn.ReLU(),
-                nn.Linear(64, 10),
-            )
+        return nn.Sequential(
+            nn.Conv2d(1, first, 3, padding=1), nn.ReLU(), nn.Conv2d(first, second, 3, stride=2, padding=1),
+            nn.ReLU(), nn.Flatten(), nn.Linear(second * 4 * 4, 64), nn.ReLU(), nn.Linear(64, 10),
+        )  # fmt: skip
 
     def evaluate(self, model: nn.Module, everything: bool = False) -> float:
         return accuracy(model, *self._test)

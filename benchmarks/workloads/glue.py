@@ -23,31 +23,21 @@ from secondorder import Likelihood
 
 
 class Sentences(NamedTuple):
-    """The contents of one file."""
-
-    texts: list[tuple[str, ...]]
-    """One or two sentences per example."""
-    labels: list[float]
-    """Indices of classes, or scores."""
+    texts: list[tuple[str, ...]]  # one or two sentences per example
+    labels: list[float]  # indices of classes, or scores
 
 
 @dataclass(frozen=True)
 class Task:
-    """The files and the labels of a task."""
-
     folder: str
-    texts: tuple[str, ...]
-    """Headers of the columns with sentences."""
-    label: str = "label"
-    """Header of the column with the class or the score."""
+    texts: tuple[str, ...]  # headers of the columns with sentences
+    label: str = "label"  # header of the column with the class or the score
     classes: tuple[str, ...] = ("0", "1")
     """Names of the classes in the file. Tasks with scores have none."""
     validation: tuple[str, ...] = ("dev.tsv",)
     """Files of held-out data. The metric is measured on the first one."""
-    heads: tuple[str, ...] = ()
-    """Column names of a file without headers."""
-    gaps: bool = False
-    """Whether the published file has incomplete lines, which are skipped."""
+    heads: tuple[str, ...] = ()  # column names of a file without headers
+    gaps: bool = False  # whether the published file has incomplete lines, which are skipped
 
 
 _PAIR = ("sentence1", "sentence2")
@@ -124,8 +114,7 @@ def correlations(found: Tensor, right: Tensor) -> dict[str, float]:
     return {name: float(test(found.double().numpy(), right.double().numpy()).statistic) for name, test in pairs.items()}
 
 
-EVAL_SENTENCES = 1024
-"""Number of held-out examples that :meth:`Glue.evaluate` uses by default."""
+EVAL_SENTENCES = 1024  # number of held-out examples that `Glue.evaluate` uses by default
 
 
 @dataclass(frozen=True)
@@ -135,8 +124,7 @@ class Glue(Encoding):
     batch_size: int = 32
     length: int = 64
     """Maximum number of pieces per example. Of longer examples, the longer sentence is truncated."""
-    task: str = "mnli"
-    """mnli, qqp, mrpc, stsb, sst2, qnli, cola, rte or wnli."""
+    task: str = "mnli"  # mnli, qqp, mrpc, stsb, sst2, qnli, cola, rte or wnli
 
     name: ClassVar[str] = "glue"
     head: ClassVar[str] = "BertForSequenceClassification"
@@ -155,12 +143,10 @@ class Glue(Encoding):
 
     @property
     def metric(self) -> str:
-        """Accuracy for classes, and Pearson's correlation for scores."""
         return "validation accuracy" if self._task.classes else "validation Pearson correlation"
 
     @property
     def likelihood(self) -> str | Likelihood:
-        """Categorical for classes, and Gaussian for scores."""
         return "categorical" if self._task.classes else "gaussian"
 
     @property

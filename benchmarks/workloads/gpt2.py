@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from benchmarks.workloads.base import DataMissingError, Size, optional_package, seeded
+from benchmarks.workloads.base import DataMissingError, Size, optional_package
 from benchmarks.workloads.chargpt import GPT, CharGPT
 
 FILES = ("vocab.json", "merges.txt")
@@ -32,8 +32,7 @@ class GPT2(CharGPT):
 
     batch_size: int = 8
     width: int = 256
-    tied: bool = False
-    """Whether the head shares its weight with the token embedding."""
+    tied: bool = False  # whether the head shares its weight with the token embedding
     pieces: str | None = None
     """Folder with the vocab.json and merges.txt of GPT-2, for Transformers. Without it, tokens are characters."""
 
@@ -52,9 +51,8 @@ class GPT2(CharGPT):
         known = size == "paper" and all((folder / name).is_file() for name in FILES)
         return replace(super().of_size(size, data_dir), pieces=str(folder) if known else None)
 
-    def build_model(self, seed: int) -> nn.Module:
-        with seeded(seed):
-            return self.architecture(self._vocabulary)
+    def network(self) -> nn.Module:
+        return self.architecture(self._vocabulary)
 
     def architecture(self, vocabulary: int) -> GPT:
         shape, activation = (self.context, self.width, self.layers, self.heads), partial(nn.GELU, approximate="tanh")

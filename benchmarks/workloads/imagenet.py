@@ -27,7 +27,6 @@ from benchmarks.workloads.base import (
     DataMissingError,
     Size,
     evaluating,
-    seeded,
     shuffled_indices,
 )
 from benchmarks.workloads.readers import opened_picture
@@ -40,8 +39,7 @@ EVAL_PICTURES, EVAL_BATCH = 1000, 100
 AREAS, RATIOS, ATTEMPTS = (0.08, 1.0), (3 / 4, 4 / 3), 10
 MARGIN = 1 / 16  # of a test image, at each side: the usual crop of 224 pixels from 256
 
-Draw = tuple[int, int]
-"""Index of an image and the seed of its crop, which is -1 for a center crop."""
+Draw = tuple[int, int]  # index of an image and the seed of its crop, which is -1 for a center crop
 
 
 @dataclass(frozen=True)
@@ -53,14 +51,10 @@ class ImageNet(Classification):
 
     data_dir: Path
     batch_size: int = 64
-    classes: int = 100
-    """Number of classes: the first ones in the order of the folders' names."""
-    side: int = 64
-    """Height and width of a crop."""
-    depths: tuple[int, int, int, int] = (2, 2, 2, 2)
-    """Number of blocks in each stage."""
-    width: int = 32
-    """Number of channels in the blocks of the first stage."""
+    classes: int = 100  # number of classes: the first ones in the order of the folders' names
+    side: int = 64  # height and width of a crop
+    depths: tuple[int, int, int, int] = (2, 2, 2, 2)  # number of blocks in each stage
+    width: int = 32  # number of channels in the blocks of the first stage
     label_smoothing: float = 0.0
     workers: int = 0
     """Number of processes that decode images. With 0, the main process decodes them."""
@@ -81,9 +75,8 @@ class ImageNet(Classification):
     def examples(self) -> int:
         return len(self._train)
 
-    def build_model(self, seed: int) -> nn.Module:
-        with seeded(seed):
-            return imagenet_resnet(self.block, self.depths, self.width, self.classes)
+    def network(self) -> nn.Module:
+        return imagenet_resnet(self.block, self.depths, self.width, self.classes)
 
     def batches(self, seed: int, skip: int = 0, rank: int = 0, ranks: int = 1) -> Iterator[Batch]:
         if self.batch_size % ranks:
@@ -135,15 +128,11 @@ class ImageNet(Classification):
 
 @dataclass(frozen=True)
 class ResNet18(ImageNet):
-    """ResNet-18, whose blocks have two 3x3 convolutions."""
-
     name: ClassVar[str] = "resnet18"
 
 
 @dataclass(frozen=True)
 class ResNet50(ImageNet):
-    """ResNet-50, whose blocks are bottlenecks."""
-
     depths: tuple[int, int, int, int] = (3, 4, 6, 3)
     width: int = 16
 

@@ -26,7 +26,6 @@ from benchmarks.workloads.base import (
     accuracy,
     evaluating,
     find_folder,
-    seeded,
     shuffled_indices,
 )
 from benchmarks.workloads.readers import read_idx
@@ -83,8 +82,7 @@ class Logistic(InMemory, Classification):
 
     data_dir: Path
     batch_size: int = 128
-    features: int = 2000
-    """Number of random features of the pixels."""
+    features: int = 2000  # number of random features of the pixels
 
     name: ClassVar[str] = "logistic"
     metric: ClassVar[str] = "test accuracy"
@@ -92,9 +90,8 @@ class Logistic(InMemory, Classification):
     steps: ClassVar[dict[Size, int]] = {"smoke": 30, "cpu": 468, "paper": 4680}
     small: ClassVar[dict[str, Any]] = {"batch_size": 32, "features": 64}
 
-    def build_model(self, seed: int) -> nn.Module:
-        with seeded(seed):
-            return nn.Sequential(_RandomFeatures(PIXELS, self.features), nn.Linear(self.features, CLASSES))
+    def network(self) -> nn.Module:
+        return nn.Sequential(_RandomFeatures(PIXELS, self.features), nn.Linear(self.features, CLASSES))
 
     def augmented(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
         return _standardized(inputs)
@@ -121,8 +118,7 @@ def _standardized(images: Tensor) -> Tensor:
     return images.float().div_(255).sub_(_MEAN).div_(_STD)
 
 
-SHARES = 8
-"""Growing batches have multiples of this size, so that up to 8 ranks can divide them evenly."""
+SHARES = 8  # growing batches have multiples of this size, so that up to 8 ranks can divide them evenly
 
 
 @dataclass(frozen=True)
@@ -152,17 +148,16 @@ class Autoencoder(Workload):
     def examples(self) -> int:
         return len(self._train)
 
-    def build_model(self, seed: int) -> nn.Module:
+    def network(self) -> nn.Module:
         widths = (PIXELS, *self.widths, *reversed(self.widths[:-1]), PIXELS)
         code = len(self.widths) - 1
         layers: list[nn.Module] = []
-        with seeded(seed):
-            for index, (d_in, d_out) in enumerate(pairwise(widths)):
-                linear = nn.Linear(d_in, d_out)
-                nn.init.xavier_uniform_(linear.weight)
-                nn.init.zeros_(linear.bias)
-                is_linear = index == code or index == len(widths) - 2
-                layers += [linear] if is_linear else [linear, nn.Tanh()]
+        for index, (d_in, d_out) in enumerate(pairwise(widths)):
+            linear = nn.Linear(d_in, d_out)
+            nn.init.xavier_uniform_(linear.weight)
+            nn.init.zeros_(linear.bias)
+            is_linear = index == code or index == len(widths) - 2
+            layers += [linear] if is_linear else [linear, nn.Tanh()]
         return nn.Sequential(*layers)
 
     def batches(self, seed: int) -> Iterator[Batch]:

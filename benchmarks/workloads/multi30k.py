@@ -29,7 +29,6 @@ from benchmarks.workloads.base import (
     evaluating,
     find_folder,
     optional_package,
-    seeded,
     shuffled_indices,
 )
 
@@ -109,8 +108,7 @@ TRAIN_FILES = tuple(f"train.{language}.gz" for language in LANGUAGES)
 VALIDATION_FILES = tuple(f"val.{language}" for language in LANGUAGES)
 TEST_FILES = tuple(f"test_2016_flickr.{language}" for language in LANGUAGES)
 EVAL_SENTENCES = 256
-POOL = 20
-"""Number of batches that are drawn together and sorted by length, so that batches have little padding."""
+POOL = 20  # number of batches that are drawn together and sorted by length, so that batches have little padding
 
 Sentences = list[list[str]]
 
@@ -121,54 +119,37 @@ class Multi30k(Classification):
 
     data_dir: Path
     batch_size: int = 128
-    vocabulary: int = 2000
-    """Number of words in each language, including special ones."""
+    vocabulary: int = 2000  # number of words in each language, including special ones
     length: int = 40
     """Maximum number of words per sentence, including the marks of its ends. Longer sentences are truncated."""
     width: int = 256
     layers: int = 2
     heads: int = 4
-    expansion: int = 2
-    """Width inside the feed-forward layers, as a multiple of ``width``."""
-    dropout: float = 0.0
-    """Dropout probability of the hidden states."""
-    label_smoothing: float = 0.0
-    """Share of the probability that the training loss spreads over all words."""
+    expansion: int = 2  # width inside the feed-forward layers, as a multiple of `width`
+    dropout: float = 0.0  # dropout probability of the hidden states
+    label_smoothing: float = 0.0  # share of the probability that the training loss spreads over all words
 
     name: ClassVar[str] = "multi30k"
     metric: ClassVar[str] = "validation loss"
     steps: ClassVar[dict[Size, int]] = {"smoke": 12, "cpu": 150, "paper": 45_200}
     small: ClassVar[dict[str, Any]] = {
-        "batch_size": 16,
-        "vocabulary": 200,
-        "length": 20,
-        "width": 32,
-        "layers": 1,
-        "heads": 2,
-    }
+        "batch_size": 16, "vocabulary": 200, "length": 20, "width": 32, "layers": 1, "heads": 2,
+    }  # fmt: skip
     # The base Transformer, as the code of DP-KFAC trains it for 200 epochs on these sentences:
     # examples/pytorch_multi30k_transformer.py and batch_multi30k.sh of lzhangbv/kfac_pytorch. That model shares all
     # embeddings, is post-norm and uses beam search. In German, 5,378 words occur three times or more.
     published: ClassVar[dict[str, Any]] = {
-        "vocabulary": 5400,
-        "length": 100,
-        "width": 512,
-        "layers": 6,
-        "heads": 8,
-        "expansion": 4,
-        "dropout": 0.1,
+        "vocabulary": 5400, "length": 100, "width": 512, "layers": 6, "heads": 8, "expansion": 4, "dropout": 0.1,
         "label_smoothing": 0.1,
-    }
+    }  # fmt: skip
 
     @property
     def examples(self) -> int:
         return len(self._train[0])
 
-    def build_model(self, seed: int) -> nn.Module:
-        sizes = [len(words) for words in self._vocabularies]
-        with seeded(seed):
-            hidden = self.expansion * self.width
-            return Translator(sizes, self.length, self.width, self.layers, self.heads, hidden, self.dropout)
+    def network(self) -> nn.Module:
+        sizes, hidden = [len(words) for words in self._vocabularies], self.expansion * self.width
+        return Translator(sizes, self.length, self.width, self.layers, self.heads, hidden, self.dropout)
 
     def batches(self, seed: int) -> Iterator[Batch]:
         pairs = self._numbered(self._train)

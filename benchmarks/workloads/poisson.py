@@ -27,20 +27,18 @@ costs one backward pass for one output and gives the Gauss-Newton matrix, or ``"
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, repeat
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.workloads.base import Batch, Size, Workload, evaluating, seeded
+from benchmarks.workloads.base import Batch, Size, Workload, evaluating
 from secondorder import Likelihood
 
-BOUNDARY_SHARE = 120 / 1020
-"""Share of the points that are on the boundary."""
-GRID = 101
-"""Points per side of the grid on which the solution is compared with the true one."""
+BOUNDARY_SHARE = 120 / 1020  # share of the points that are on the boundary
+GRID = 101  # points per side of the grid on which the solution is compared with the true one
 
 
 class _ForwardLaplacian(nn.Module):
@@ -80,15 +78,12 @@ def _tanh(rows: Tensor) -> Tensor:
 class Poisson(Workload):
     """Squared residuals of the equation inside and on the boundary. Every step uses all points."""
 
-    data_dir: Path | None = None
-    """Unused, because there is no data."""
+    data_dir: Path | None = None  # unused, because there is no data
     batch_size: int = 1020
     """Number of points. A share of :data:`BOUNDARY_SHARE` of them is on the boundary, and at least one."""
     widths: tuple[int, ...] = (64, 64, 48, 48)
-    frequency: int = 1
-    """k of the solution ``u = sin(kπx) sin(kπy)``."""
-    double: bool = True
-    """Whether to use float64 instead of float32."""
+    frequency: int = 1  # k of the solution `u = sin(kπx) sin(kπy)`
+    double: bool = True  # whether to use float64 instead of float32
 
     name: ClassVar[str] = "poisson"
     metric: ClassVar[str] = "relative L2 error"
@@ -109,9 +104,8 @@ class Poisson(Workload):
         """Number of points, all of which are used in every step."""
         return self.batch_size
 
-    def build_model(self, seed: int) -> nn.Module:
-        with seeded(seed):
-            return _ForwardLaplacian((2, *self.widths, 1), self._dtype)
+    def network(self) -> nn.Module:
+        return _ForwardLaplacian((2, *self.widths, 1), self._dtype)
 
     def batches(self, seed: int) -> Iterator[Batch]:
         """Yield the same points forever, with those inside and those on the boundary in random order.
@@ -132,9 +126,7 @@ class Poisson(Workload):
         targets = coefficients[:, 1:] * laplacian  # and u = 0 on the boundary
 
         order = torch.randperm(self.batch_size, generator=generator)
-        batch = torch.cat((points, coefficients), 1)[order], targets[order]
-        while True:
-            yield batch
+        yield from repeat((torch.cat((points, coefficients), 1)[order], targets[order]))
 
     def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return (outputs - targets).square().sum(1).mean()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,33 +15,26 @@ from benchmarks.workloads.imagenet import ResNet50
 
 @dataclass(frozen=True)
 class RandomResNet50(ResNet50):
-    """ResNet-50 on images of normal random numbers."""
-
     def batches(self, seed: int, skip: int = 0, rank: int = 0, ranks: int = 1) -> Iterator[Batch]:
         """Yield the same random batch forever, because the cost of a step does not depend on it."""
         generator = torch.Generator().manual_seed(seed)
         count = self.batch_size // ranks
         pictures = torch.randn(count, 3, self.side, self.side, generator=generator)
         labels = torch.randint(self.classes, (count,), generator=generator)
-        while True:
-            yield pictures, labels
+        yield from repeat((pictures, labels))
 
 
 @dataclass(frozen=True)
 class RandomGPT2(GPT2):
-    """GPT-2 on random tokens."""
-
     tokens: int = 50_257
     """Number of different tokens. The default is the number of byte pairs of GPT-2."""
 
     small: ClassVar[dict[str, Any]] = {**GPT2.small, "tokens": 64}
 
     def batches(self, seed: int) -> Iterator[Batch]:
-        """Yield the same random batch forever, because the cost of a step does not depend on it."""
         generator = torch.Generator().manual_seed(seed)
         text = torch.randint(self.tokens, (self.batch_size, self.context + 1), generator=generator)
-        while True:
-            yield text[:, :-1], text[:, 1:]
+        yield from repeat((text[:, :-1], text[:, 1:]))
 
     @property
     def _vocabulary(self) -> int:
@@ -48,7 +42,6 @@ class RandomGPT2(GPT2):
 
 
 def random_workload(name: str, size: Size, batch_size: int | None = None) -> Workload:
-    """Return a workload that needs no data."""
     kinds: dict[str, type[RandomResNet50 | RandomGPT2]] = {"resnet50": RandomResNet50, "gpt2_small": RandomGPT2}
     if name not in kinds:
         raise ValueError(f"random batches are made for {' and '.join(kinds)} only, not for {name}")

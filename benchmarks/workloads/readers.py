@@ -37,12 +37,9 @@ _CIFAR: dict[CifarName, tuple[str, str, int]] = {
 
 # The only names in a CIFAR batch: those of NumPy arrays, and of bytes that Python 3 wrote in protocol 2.
 _PICKLE_NAMES = {
-    ("numpy.core.multiarray", "_reconstruct"),
-    ("numpy._core.multiarray", "_reconstruct"),
-    ("numpy", "ndarray"),
-    ("numpy", "dtype"),
-    ("_codecs", "encode"),
-}
+    ("numpy.core.multiarray", "_reconstruct"), ("numpy._core.multiarray", "_reconstruct"), ("numpy", "ndarray"),
+    ("numpy", "dtype"), ("_codecs", "encode"),
+}  # fmt: skip
 
 
 def read_idx(path: Path) -> UInt8Array:

@@ -60,8 +60,6 @@ class ImageNetBlock(nn.Module):
 
 
 class BasicBlock(ImageNetBlock):
-    """A block of two 3x3 convolutions."""
-
     expansion = 1
 
     def __init__(self, d_in: int, width: int, stride: int) -> None:

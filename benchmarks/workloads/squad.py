@@ -18,22 +18,17 @@ from torch import Tensor, nn
 from benchmarks.workloads.base import Batch, Classification, Size, find_folder, optional_package
 from benchmarks.workloads.bert import PART, POSITIONS, Encoding, rows_of
 
-LONGEST_ANSWER = 30
-"""Maximum number of pieces in an answer of the model."""
+LONGEST_ANSWER = 30  # maximum number of pieces in an answer of the model
 VERSIONS = (2.0, 1.1)
-EVAL_WINDOWS = 256
-"""Number of held-out windows that :meth:`BertQA.evaluate` uses by default."""
+EVAL_WINDOWS = 256  # number of held-out windows that `BertQA.evaluate` uses by default
 
 
 class Question(NamedTuple):
-    """A question about a text."""
-
     context: str
     text: str
     answers: tuple[str, ...] = ()
     """Correct answers. There are none if the text does not contain the answer."""
-    start: int = 0
-    """Position of the first answer in the text."""
+    start: int = 0  # position of the first answer in the text
 
 
 def read_squad(path: Path) -> list[Question]:
@@ -64,13 +59,9 @@ def _question(context: str, entry: dict[str, Any]) -> Question:
 
 # ---------------------------------------------------------------------- windows
 class Windows(NamedTuple):
-    """The inputs and targets of the model."""
-
     inputs: Tensor
-    targets: Tensor
-    """Positions of the first and the last piece of the answer ``[count, 2]``."""
-    questions: Tensor
-    """Index of the question of each window."""
+    targets: Tensor  # positions of the first and the last piece of the answer `[count, 2]`
+    questions: Tensor  # index of the question of each window
     places: Tensor
     """Start and end in the text of every piece ``[count, length, 2]``. Outside the text, both are 0."""
 
@@ -132,10 +123,8 @@ def marks(questions: Sequence[Question], answers: Sequence[str]) -> dict[str, fl
 class BertQA(Encoding, Classification):
     """Mean cross-entropy of the start and the end of the answer."""
 
-    stride: int = 64
-    """Number of pieces by which neighboring windows overlap."""
-    version: float = 2.0
-    """2.0 or 1.1."""
+    stride: int = 64  # number of pieces by which neighboring windows overlap
+    version: float = 2.0  # 2.0 or 1.1
 
     name: ClassVar[str] = "bert_qa"
     head: ClassVar[str] = "BertForQuestionAnswering"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.workloads.base import Batch, Size, Workload, evaluating, find_folder, seeded
+from benchmarks.workloads.base import Batch, Size, Workload, evaluating, find_folder
 from benchmarks.workloads.readers import read_gray_image
 from secondorder import Bernoulli, Likelihood
 
@@ -67,13 +67,11 @@ class UNet(Workload):
 
     data_dir: Path
     batch_size: int = 8
-    width: int = 16
-    """Number of channels of the first level."""
+    width: int = 16  # number of channels of the first level
     levels: int = 4
     dice: float = 0.0
     """Weight of an additional soft Dice loss. See :meth:`criterion` for its effect on second-order methods."""
-    crop: int = 128
-    """Side of the crops and of the held-out tiles."""
+    crop: int = 128  # side of the crops and of the held-out tiles
 
     name: ClassVar[str] = "unet"
     metric: ClassVar[str] = "test Dice"
@@ -88,9 +86,8 @@ class UNet(Workload):
         if self.crop < 1 or self.crop % 2 ** (self.levels - 1):  # halved once per level
             raise ValueError(f"crop must be a multiple of {2 ** (self.levels - 1)}, got {self.crop}")
 
-    def build_model(self, seed: int) -> nn.Module:
-        with seeded(seed):
-            return _UNet(self.width, self.levels)
+    def network(self) -> nn.Module:
+        return _UNet(self.width, self.levels)
 
     def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean binary cross-entropy over all pixels, plus ``dice`` times a soft Dice loss.
