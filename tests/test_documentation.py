@@ -128,12 +128,9 @@ Normalisation `x`
 | a | What is b |
 """
     assert [str(finding).partition(": write")[0] for finding in prose.findings("docs/x.md", text)] == [
-        "docs/x.md:3: 'told'",
-        "docs/x.md:5: 'Normalisation'",
-        "docs/x.md:1: 'What it costs'",
-        "docs/x.md:3: 'What a rank holds is a part, 0.5 of it'",
-        "docs/x.md:6: 'What is b'",
-    ]
+        "docs/x.md:3: 'told'", "docs/x.md:5: 'Normalisation'", "docs/x.md:1: 'What it costs'",
+        "docs/x.md:3: 'What a rank holds is a part, 0.5 of it'", "docs/x.md:6: 'What is b'",
+    ]  # fmt: skip
     monkeypatch.setattr(prose, "ALLOWED", ("as told", "docs/x.md: my dear"))
     text = "It is as told.\n\nYes, my dear.\n"
     assert not list(prose.findings("docs/x.md", text))

@@ -154,11 +154,8 @@ def test_hidden_matrices_are_those_that_muon_trains_with_their_biases():
 
 def test_layers_without_a_matrix_are_not_hidden():
     layers = [
-        nn.Conv2d(4, 4, 3, groups=4),
-        nn.ConvTranspose2d(4, 4, 2, groups=4),
-        nn.Linear(4, 1),
-        nn.LayerNorm((4, 4)),
-    ]
+        nn.Conv2d(4, 4, 3, groups=4), nn.ConvTranspose2d(4, 4, 2, groups=4), nn.Linear(4, 1), nn.LayerNorm((4, 4)),
+    ]  # fmt: skip
     hidden = [nn.Conv2d(4, 4, 3, groups=2), nn.ConvTranspose2d(4, 2, 2), nn.Linear(1, 4), nn.Linear(4, 4, bias=False)]
     model = nn.Sequential(*layers, nn.Linear(1, 4, bias=False), *hidden, nn.Linear(4, 4))
     found, _ = matrix_groups(model, lr=0.02)

@@ -21,17 +21,10 @@ from benchmarks.runner import History, Trainer
 
 def _run(optimizer, phase, loss, factor=1.0, seed=0, steps=100, ours=True):
     return {
-        "optimizer": optimizer,
-        "phase": phase,
-        "factor": factor,
-        "seed": seed,
-        "steps": steps,
-        "failed": None,
-        "diverged": loss is None,
-        "curve": [[steps, loss, 1.0, 1.0]],
-        "ours": ours,
+        "optimizer": optimizer, "phase": phase, "factor": factor, "seed": seed, "steps": steps, "failed": None,
+        "diverged": loss is None, "curve": [[steps, loss, 1.0, 1.0]], "ours": ours,
         "order": "second" if ours else "first",
-    }
+    }  # fmt: skip
 
 
 BUDGET = Budget(60, seeds=2, short_share=0.5)

@@ -304,11 +304,8 @@ def test_the_terminal_shows_every_optimizer_and_table(field):
     out = io.StringIO()
     Console(file=out, width=200).print(tables.printed(field))
     titles = (
-        "Reaching the final loss of Muon",
-        "Reaching the final loss of AdamW",
-        "did not finish",
-        "Learning rates tried",
-    )
+        "Reaching the final loss of Muon", "Reaching the final loss of AdamW", "did not finish", "Learning rates tried",
+    )  # fmt: skip
     assert all(text in out.getvalue() for text in (*titles, *LABELS.values()))
     for block in map(tables.markdown_table, tables.all_rows(field)):
         rows = [line for line in block.splitlines() if line.startswith("|")]

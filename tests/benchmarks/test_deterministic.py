@@ -35,12 +35,9 @@ def test_lbfgs_agrees_with_torch():
     twin = copy.deepcopy(model)
     optimizer = PEERS["lbfgs"].build(model, "poisson", {"history_size": 7})
     options = {
-        "history_size": 7,
-        "max_iter": 4,
-        "line_search_fn": "strong_wolfe",
-        "tolerance_grad": 0.0,
+        "history_size": 7, "max_iter": 4, "line_search_fn": "strong_wolfe", "tolerance_grad": 0.0,
         "tolerance_change": 0.0,
-    }
+    }  # fmt: skip
     theirs = torch.optim.LBFGS(twin.parameters(), **options)
     closure = evaluation(theirs, twin, x, y)
     for _ in range(3):

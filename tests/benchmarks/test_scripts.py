@@ -37,14 +37,9 @@ def test_costs_and_losses_are_relative_to_adamw():
     before = History("AdamW", losses=[3.0, 2.0, 1.0, 1.0], processor_seconds=[1.0] * 4)
     after = History("KFAC", losses=[3.0, 1.5, 0.5, 0.25], processor_seconds=[2.5, 1.0, 1.0, 1.0])
     assert figures(after, before) == {
-        "cost": 5.5 / 4,
-        "median_cost": 1.0,
-        "steps_that_fit": 2,
-        "equal_steps": 0.25,
-        "equal_seconds": 1.5,
-        "equal_steps_lower": True,
-        "equal_seconds_lower": False,
-    }
+        "cost": 5.5 / 4, "median_cost": 1.0, "steps_that_fit": 2, "equal_steps": 0.25, "equal_seconds": 1.5,
+        "equal_steps_lower": True, "equal_seconds_lower": False,
+    }  # fmt: skip
     slow = figures(History("KFAC", losses=[0.5] * 4, processor_seconds=[5.0] * 4), before)
     assert slow["steps_that_fit"] == 0
     assert slow["equal_seconds"] is None

@@ -151,12 +151,8 @@ def test_sentences_become_numbers(tmp_path):
     assert target[order].tolist() == [[1, 6, 5, 2], [1, 4, 4, 2]]
     assert workload.targets((source, torch.tensor([[1, 6, 2, 0, 0]]))).tolist() == [[6, 2, -100, -100]]
     assert number_words([["b", "a", "<end>"], ["b"]], 5) == {
-        "<pad>": 0,
-        "<begin>": 1,
-        "<end>": 2,
-        "<unknown>": 3,
-        "b": 4,
-    }
+        "<pad>": 0, "<begin>": 1, "<end>": 2, "<unknown>": 3, "b": 4,
+    }  # fmt: skip
 
 
 def test_long_sentences_are_truncated_and_rare_words_unknown(tmp_path):

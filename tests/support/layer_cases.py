@@ -772,13 +772,10 @@ TRANSPOSED = {  # `test_layer_types.py` tests every option
 }
 
 TABLES = {
-    "embedding": table(4),
-    "embedding-one-index": table(),
-    "embedding-two-axes": table(2, 3),
-    "embedding-padding": table(4, padding_idx=2),
-    "embedding-padding-last": table(4, padding_idx=-1),
+    "embedding": table(4), "embedding-one-index": table(), "embedding-two-axes": table(2, 3),
+    "embedding-padding": table(4, padding_idx=2), "embedding-padding-last": table(4, padding_idx=-1),
     "embedding-called-twice": table(5, times=2),
-}
+}  # fmt: skip
 
 BAGS = {
     "bag-sum": bags(EVEN, in_rows=True, mode="sum"),

@@ -117,13 +117,10 @@ class Task:
 
 
 TASKS = {
-    "mlp": Task(Mlp, _normal(5)),
-    "cnn": Task(cnn, _normal(2, 4, 4)),
-    "words": Task(Words, _tokens, (LENGTH,)),
-    "broad": Task(broad, _normal(2, 4, 4)),
-    "mixed": Task(mixed, _normal(2, 4, 4)),
+    "mlp": Task(Mlp, _normal(5)), "cnn": Task(cnn, _normal(2, 4, 4)), "words": Task(Words, _tokens, (LENGTH,)),
+    "broad": Task(broad, _normal(2, 4, 4)), "mixed": Task(mixed, _normal(2, 4, 4)),
     "attention": Task(Attention, _normal(LENGTH, 3), (LENGTH,)),
-}
+}  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------- Methods and strategies
@@ -148,17 +145,12 @@ LAYERWISE = [name for name, (cls, _) in METHODS.items() if cls in {KFAC, EKFAC, 
 WINDOWED = [name for name in METHODS if name not in LAYERWISE]
 
 STRATEGIES: dict[str, Callable[..., Any]] = {
-    "comm": comm.CommOpt,
-    "mem": comm.MemOpt,
-    "hybrid_half": partial(comm.HybridOpt, 0.5),
-    "hybrid_third": partial(comm.HybridOpt, 1 / 3),
-    "comm_owner": partial(comm.CommOpt, replicate_factors=False),
-    "mem_replicated": partial(comm.MemOpt, replicate_factors=True),
-    "local_factors": comm.LocalFactors,
-    "chief": comm.ChiefOnly,
-    "chief_inverses": partial(comm.ChiefOnly, deliver="inverses"),
+    "comm": comm.CommOpt, "mem": comm.MemOpt, "hybrid_half": partial(comm.HybridOpt, 0.5),
+    "hybrid_third": partial(comm.HybridOpt, 1 / 3), "comm_owner": partial(comm.CommOpt, replicate_factors=False),
+    "mem_replicated": partial(comm.MemOpt, replicate_factors=True), "local_factors": comm.LocalFactors,
+    "chief": comm.ChiefOnly, "chief_inverses": partial(comm.ChiefOnly, deliver="inverses"),
     "chief_own": partial(comm.ChiefOnly, statistics="chief"),
-}
+}  # fmt: skip
 
 
 def build(method: str, module: nn.Module, comm: Any = None, **keywords: Any) -> Any:
