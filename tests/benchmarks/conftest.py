@@ -3,9 +3,10 @@ import shlex
 
 import pytest
 
-from benchmarks import machine
+from benchmarks import checkpoints, machine
 from benchmarks.cli import main
 from benchmarks.commands import step_time, window
+from benchmarks.runner import Trainer
 from benchmarks.workloads.tiny import write_tiny_data
 
 
@@ -18,11 +19,17 @@ def data_dir(tmp_path_factory):
 
 
 @pytest.fixture
-def run(tmp_path):
-    """Return a function that runs a command line, checks its status, and returns the JSON files that it wrote."""
+def run(tmp_path, capsys):
+    """Return a function that runs a command line, checks its status, and returns the JSON files that it wrote.
 
-    def run(line, *words, status=0):
-        assert main([*shlex.split(line), *map(str, words), "--out-dir", str(tmp_path)]) == status
+    A command line with an ``error`` has status 2 and prints these words in one line.
+    """
+
+    def run(line, *words, status=0, error=None):
+        assert main([*shlex.split(line), *map(str, words), "--out-dir", str(tmp_path)]) == (2 if error else status)
+        if error:
+            (printed,) = capsys.readouterr().err.splitlines()
+            assert error in printed
         return {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
 
     return run
@@ -38,6 +45,26 @@ def study(data_dir, tmp_path):
         return json.loads((command.out_dir / f"{command.stem}.json").read_text())
 
     return study
+
+
+@pytest.fixture
+def killed_after(monkeypatch):
+    """Return a function that makes runs end after a number of steps, and returns a list of the steps taken."""
+    monkeypatch.setattr(checkpoints, "SECONDS", 0.0)
+    step, taken = Trainer.step, []
+
+    def limit(steps):
+        def counted(trainer):
+            if trainer.history.label != "reference":
+                if len(trainer.history.losses) == steps:
+                    raise KeyboardInterrupt
+                taken.append(len(trainer.history.losses))
+            return step(trainer)
+
+        monkeypatch.setattr(Trainer, "step", counted)
+        return taken
+
+    return limit
 
 
 @pytest.fixture

@@ -1,15 +1,14 @@
 """L-BFGS and Gauss-Newton of the benchmarks agree with torch's optimizer and explicit least-squares solutions."""
 
 import copy
-from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 from benchmarks.peers import PEERS
-from benchmarks.runner import Trainer
-from benchmarks.workloads import make_workload
+from benchmarks.runner import race
+from tests.support.workloads import trainer_of
 
 
 def evaluation(optimizer, model, x, y):
@@ -102,9 +101,6 @@ def test_gauss_newton_survives_a_loss_that_is_not_finite():
 
 @pytest.mark.parametrize("name", ["lbfgs", "gauss_newton"])
 def test_training_on_the_workload_of_the_recipe(name):
-    method = PEERS[name]
-    make = partial(method.build, workload="poisson")
-    trainer = Trainer(name, make_workload("poisson", None, "smoke"), make, 0, None, method.needs_closure("poisson"))
-    for _ in range(5):
-        trainer.step()
+    trainer = trainer_of(name, "poisson")
+    race([trainer], 5)
     assert trainer.history.losses[-1] < trainer.history.losses[0]

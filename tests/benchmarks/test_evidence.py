@@ -7,7 +7,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from benchmarks import checkpoints, evidence
+from benchmarks import evidence
 from benchmarks.commands import batch_size, density, predictions
 from benchmarks.commands.batch_size import BatchSize
 from benchmarks.commands.density import PUBLISHED, Density
@@ -92,27 +92,18 @@ def test_targets_limits_and_divergence_end_a_run():
         assert len(run.history.losses) == taken
 
 
-def test_an_interrupted_cell_continues_exactly_without_repeated_steps(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoints, "SECONDS", 0.0)
-    step, taken, ends = Trainer.step, [], iter([5, None, None])
+def test_an_interrupted_cell_continues_exactly_without_repeated_steps(tmp_path, killed_after):
     words = {"workload": "digits", "size": "smoke", "optimizers": ("sgd",), "target": 0.0, "steps": 12}
 
     def losses(folder):
-        end = next(ends)
-
-        def counted(trainer):
-            if len(trainer.history.losses) == end:
-                raise KeyboardInterrupt
-            taken.append(len(trainer.history.losses))
-            return step(trainer)
-
-        monkeypatch.setattr(Trainer, "step", counted)
         assert BatchSize(batch_sizes=(64,), factors=(1.0,), out_dir=tmp_path / folder, **words).run() == 0
         (cell,) = saved(tmp_path / folder / "batch-size-digits.json")["cells"]
         return [point[:2] for point in cell["figures"]["curve"]]
 
+    killed_after(5)
     with pytest.raises(KeyboardInterrupt):
         losses("part")
+    taken = killed_after(None)
     again = losses("part")
     assert taken == list(range(12))
     assert not (tmp_path / "part" / "batch-size-digits.runs").exists()

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from functools import partial
 from unittest import mock
 
 import pytest
@@ -16,18 +15,14 @@ from benchmarks.peers.layers import Matrix, heard_layers, hidden_matrices
 from benchmarks.peers.muon import MatrixMuon, does_bfloat16, label, orthogonalise
 from benchmarks.peers.peer import held_bytes
 from benchmarks.recipes.tuned import OURS
-from benchmarks.runner import Trainer, optimizer_bytes
-from benchmarks.workloads import PackageMissingError, make_workload
+from benchmarks.runner import optimizer_bytes, race
+from benchmarks.workloads import PackageMissingError
+from tests.support.workloads import trainer_of
 
 PACKAGED = [name for name in PEERS if name not in CHECKOUTS and "autoencoder" in PEERS[name].recipes]
 CASES = [(name, "chargpt") for name in PACKAGED] + [("singd", "resnet20"), ("muon", "multi30k"), ("muon", "unet")]
 BLOCKED = {"soap": "pytorch_optimizer", "shampoo": "pytorch_optimizer", "psgd_kron": "pytorch_optimizer",
            "schedule_free": "schedulefree", "singd": "singd"}  # fmt: skip
-
-
-def _trainer(name, workload, data_dir, **changes):
-    make = partial(PEERS[name].build, workload=workload, changes=changes)
-    return Trainer(name, make_workload(workload, data_dir, "smoke"), make)
 
 
 def _regression(seed=0):
@@ -51,10 +46,9 @@ def _step(optimizer, model, x, y):
 
 @pytest.mark.parametrize(("name", "workload"), CASES)
 def test_a_peer_takes_steps(name, workload, data_dir):
-    trainer = _trainer(name, workload, data_dir)
+    trainer = trainer_of(name, workload, data_dir)
     known = [parameter.clone() for parameter in trainer.model.parameters()]
-    for _ in range(3):
-        trainer.step()
+    race([trainer], 3)
     assert not trainer.diverged
     moved = [not torch.equal(old, new) for old, new in zip(known, trainer.model.parameters(), strict=True)]
     assert sum(moved) >= len(moved) - 1  # the bias of the keys of attention has no gradient
@@ -230,9 +224,8 @@ def test_embeddings_and_tied_heads_do_not_count_as_hidden_matrices():
 
 def test_averaged_weights_are_only_used_during_evaluation(data_dir, monkeypatch):
     monkeypatch.setattr("benchmarks.peers.libraries.SETTLING", 3)
-    trainer = _trainer("schedule_free", "resnet20", data_dir)
-    for _ in range(3):
-        trainer.step()
+    trainer = trainer_of("schedule_free", "resnet20", data_dir)
+    race([trainer], 3)
     known = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     with evaluating(trainer.optimizer, trainer.model, trainer.workload):
         inside = {name: value.clone() for name, value in trainer.model.state_dict().items()}
@@ -394,8 +387,7 @@ if "PEER_PATHS" in os.environ:  # NAME=DIR NAME=DIR ...: paths of checkouts, whi
     def test_real_checkouts_take_steps(workload, data_dir):
         set_paths(os.environ["PEER_PATHS"].split())
         for name in list(PATHS):
-            trainer = _trainer(name, workload, data_dir)
-            for _ in range(3):
-                trainer.step()
+            trainer = trainer_of(name, workload, data_dir)
+            race([trainer], 3)
             assert not trainer.diverged
             assert optimizer_bytes(trainer.optimizer) > 0

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from benchmarks.recipes import METHODS, VARIANTS
+from benchmarks.runner import race
 from benchmarks.workloads import WORKLOADS
 from tests.support.workloads import WITHOUT_BERT, check_recipe, trainer_of
 
@@ -55,8 +56,7 @@ def test_a_closure_is_needed_only_if_the_loss_is_judged():
 @pytest.mark.parametrize("name", ["kfac_adaptive", "ekfac_adaptive"])
 def test_adaptive_damping_moves_with_the_exact_model(name, data_dir):
     trainer = trainer_of(name, "digits", data_dir, damping=0.5, damping_interval=2)
-    for _ in range(4):
-        trainer.step()
+    race([trainer], 4)
     found = trainer.optimizer.diagnostics()
     assert found["damping"][0] == pytest.approx(0.5 * 0.95**4)  # decreased twice
     assert 0.75 < found["reduction_ratio"] < 1.25
@@ -66,9 +66,7 @@ def test_adaptive_damping_moves_with_the_exact_model(name, data_dir):
 def test_the_fisher_of_the_models_own_predictions_is_observed(data_dir):
     trainer = trainer_of("ekfac_natural", "multi30k", data_dir, fisher="mc", factor_update_steps=1, inv_update_steps=1)
     empirical = trainer_of("ekfac_natural", "multi30k", data_dir, factor_update_steps=1, inv_update_steps=1)
-    for _ in range(2):
-        trainer.step()
-        empirical.step()
+    race([trainer, empirical], 2)
     pairs = zip(trainer.model.parameters(), empirical.model.parameters(), strict=True)
     for p, q in pairs:
         for key in ("factor_g", "scale"):

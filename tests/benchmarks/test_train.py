@@ -19,7 +19,7 @@ from benchmarks.peers import PEERS
 from benchmarks.ranks import Ranks
 from benchmarks.recipes import METHODS, printing
 from benchmarks.recipes.types import COSINE, Recipe, Schedule, factor, make_schedule
-from benchmarks.runner import History, Trainer, mean_history
+from benchmarks.runner import History, Trainer, mean_history, race, trainer_of
 from benchmarks.workloads import make_workload
 
 ROOT = Path(__file__).parents[2]
@@ -27,27 +27,18 @@ WORDS = ("train", "--workload", "digits", "--size", "smoke", "--threads", "1")
 
 
 def _trainer(name, schedule=None, amp=None, steps=10):
-    method = METHODS[name]
-    make = partial(method.build, workload="digits")
-    scheduler = None if schedule is None else partial(make_schedule, schedule, steps)
-    closure = method.needs_closure("digits")
-    return Trainer(name, make_workload("digits", Path(), "smoke"), make, 0, scheduler, closure, amp=amp)
+    method, scheduler = METHODS[name], None if schedule is None else partial(make_schedule, schedule, steps)
+    workload = make_workload("digits", Path(), "smoke")
+    return trainer_of(method, workload, method.settings("digits"), make_scheduler=scheduler, amp=amp)
 
 
 def _steps(trainer, count):
-    for _ in range(count):
-        trainer.step()
+    race([trainer], count)
     return trainer
 
 
 def _run(folder, *words):
     return main([*WORDS, *words, "--out-dir", str(folder)])
-
-
-def _step_unless(step, end, trainer):
-    if len(trainer.history.losses) == end:
-        raise KeyboardInterrupt
-    return step(trainer)
 
 
 def _rows(folder, name="kfac"):
@@ -129,17 +120,16 @@ def test_a_missing_device_is_an_error_of_one_line(tmp_path, capsys):
 
 
 # ---------------------------------------------------------------------- the command
-def test_an_interrupted_command_continues_and_keeps_its_journal(tmp_path, monkeypatch):
+def test_an_interrupted_command_continues_and_keeps_its_journal(tmp_path, killed_after):
     """It is interrupted after step 5 and continues from its checkpoint of step 3."""
     words = ("--optimizer", "kfac", "--schedule", "linear", "--warmup", "0.2", "--steps", "8")
     words += ("--evaluate-every", "4", "--amp", "bfloat16")
     assert _run(tmp_path / "whole", *words) == 0
     words += ("--checkpoint-every", "3", "--resume", "auto")
-    step = Trainer.step
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "step", lambda trainer: _step_unless(step, 5, trainer))
-        with pytest.raises(KeyboardInterrupt):
-            _run(tmp_path / "part", *words)
+    killed_after(5)
+    with pytest.raises(KeyboardInterrupt):
+        _run(tmp_path / "part", *words)
+    killed_after(None)
     assert _run(tmp_path / "part", *words) == 0
     rows = _rows(tmp_path / "part")
     assert [row["step"] for row in rows] == list(range(1, 9))
@@ -211,10 +201,8 @@ def test_a_recipe_is_printed_with_its_scaling(tmp_path, capsys):
     assert "1 × 64 = 64" in printed
     scaled = 0.02 * 8**0.5
     assert f"│ 8 ←   │                512 │ {scaled:.6g} │" in printed
-    shell = (
-        "torchrun --standalone --nproc-per-node 8 -m benchmarks train --workload digits --optimizer kfac --size smoke "
-    )
-    assert f"{shell}--batch-size 512 --scale-recipe --set momentum=0.8\n" in printed
+    shell = "torchrun --standalone --nproc-per-node 8 -m benchmarks train --workload digits --optimizer kfac "
+    assert f"{shell}--size smoke --batch-size 512 --scale-recipe --set momentum=0.8\n" in printed
     assert f"secondorder.KFAC(model, lr={scaled:.6g}, graft='adam', " in printed
     assert not list(tmp_path.iterdir())
 
@@ -252,9 +240,8 @@ def test_python_lines_build_the_optimizer_of_the_recipe():
     def options(optimizer):
         return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
-    for name, workload in product(
-        ("kfac", "ekfac", "hylo", "mfac", "sparse_mfac", "ggt", "adamw"), ("digits", "multi30k")
-    ):
+    names_of_methods = ("kfac", "ekfac", "hylo", "mfac", "sparse_mfac", "ggt", "adamw")
+    for name, workload in product(names_of_methods, ("digits", "multi30k")):
         method = METHODS[name]
         settings = method.settings(workload)
         model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 2))

@@ -5,8 +5,6 @@
 It runs as a separate process, so that the peak memory is that of this method alone.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import resource

@@ -1,7 +1,5 @@
 """Tiny models of the BERT family, batches for them, and how an optimizer treats their parameters."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

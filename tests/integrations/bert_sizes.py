@@ -1,7 +1,5 @@
 """Bytes of an optimizer's state for a BERT, from the formulas of the contract tests for each type of layer."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

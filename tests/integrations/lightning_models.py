@@ -1,7 +1,5 @@
 """A small task for Lightning."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from functools import partial

@@ -3,8 +3,6 @@
 A sentence is about the last animal in it, and its label is that animal.
 """
 
-from __future__ import annotations
-
 import random
 from functools import cache
 from pathlib import Path

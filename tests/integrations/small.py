@@ -1,7 +1,5 @@
 """Helpers that the tests of several trainers share: methods, a small network, its batches and a bitwise comparison."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

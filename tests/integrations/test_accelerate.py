@@ -1,7 +1,5 @@
 """Accelerate on one process: ``prepare``, ``accumulate``, ``save_state``, ``load_state`` and skipped steps."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path

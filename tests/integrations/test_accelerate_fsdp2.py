@@ -3,8 +3,6 @@
 Accelerate shards only on accelerators, so the tests set its state to sharding on a CPU.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

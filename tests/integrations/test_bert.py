@@ -3,8 +3,6 @@
 Data files and tokenizers are part of the page on BERT, whose examples `test_docs_blocks.py` runs.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

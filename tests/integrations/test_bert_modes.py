@@ -1,7 +1,5 @@
 """Activation checkpointing, compilation, eager attention and evaluation do not change the steps of a BERT."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from functools import cache

@@ -1,7 +1,5 @@
 """Every method trains under Lightning exactly as in a handwritten loop."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """Lightning on two ranks: runs are killed and resumed, and curvature that is distributed over ranks is saved."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """TensorBoard reads the diagnostics of an optimizer back from the event files of the callback."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

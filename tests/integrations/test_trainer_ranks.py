@@ -1,7 +1,5 @@
 """Trainer and Accelerate on two ranks: a run that is killed and restarted ends like an uninterrupted one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

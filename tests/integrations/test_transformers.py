@@ -1,7 +1,5 @@
 """Every method trains under the ``Trainer`` of Hugging Face exactly as in a handwritten loop, on one process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An offline run of Weights & Biases writes the diagnostics of an optimizer to disk."""
 
-from __future__ import annotations
-
 import json
 import struct
 import time

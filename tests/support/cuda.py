@@ -1,7 +1,5 @@
 """A CUDA device that records every wait of the host, with the interface of `tests.support.device.SimulatedDevice`."""
 
-from __future__ import annotations
-
 import threading
 import traceback
 import warnings
@@ -29,7 +27,7 @@ class CudaDevice:
         self.step = 0
         self._around = ExitStack()
 
-    def __enter__(self) -> CudaDevice:
+    def __enter__(self) -> "CudaDevice":
         self._around.enter_context(warnings.catch_warnings())
         warnings.simplefilter("always")
         warnings.showwarning = self._note

@@ -14,8 +14,6 @@ values, if it is a blocking copy, or if it waits for an event of the same step.
         assert device.waits == []
 """
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -47,7 +45,7 @@ class SimulatedTensor(Tensor):
     held: Tensor
 
     @staticmethod
-    def __new__(cls, held: Tensor) -> SimulatedTensor:
+    def __new__(cls, held: Tensor) -> "SimulatedTensor":
         made = Tensor._make_wrapper_subclass(
             cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype,
             device=torch.device(KIND, 0),
@@ -69,7 +67,7 @@ class SimulatedTensor(Tensor):
 class SimulatedEvent:
     """An event of the simulated device, which is complete after the step that recorded it."""
 
-    def __init__(self, owner: SimulatedDevice) -> None:
+    def __init__(self, owner: "SimulatedDevice") -> None:
         self.owner, self.step = owner, -1
 
     def record(self, stream: Any = None) -> None:
@@ -104,7 +102,7 @@ class SimulatedDevice(TorchDispatchMode):
         self.step = self.calls = 0
         self._around = ExitStack()
 
-    def __enter__(self) -> SimulatedDevice:
+    def __enter__(self) -> "SimulatedDevice":
         self._around.enter_context(mock.patch.object(torch, "Event", _event_type(self)))
         self._around.enter_context(mock.patch.object(gates, "FUSED", (*gates.FUSED, KIND)))
         self._around.enter_context(torch.autograd.set_multithreading_enabled(False))
@@ -197,7 +195,7 @@ class SimulatedDevice(TorchDispatchMode):
 _INDEXING = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default}
 
 
-def _event_type(owner: SimulatedDevice) -> type:
+def _event_type(owner: "SimulatedDevice") -> type:
     """Return a replacement of ``torch.Event`` whose instances are simulated if their device is."""
 
     class Event(torch.Event):

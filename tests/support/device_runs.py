@@ -1,7 +1,5 @@
 """Comparisons of training on a simulated or a real device with training on the CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
@@ -35,7 +33,7 @@ class DeviceRun:
             device.put(self.model)
         self.optimizer = build(self.model)
 
-    def steps(self, count: int, start: int = 0, factor: float = 1.0) -> DeviceRun:
+    def steps(self, count: int, start: int = 0, factor: float = 1.0) -> "DeviceRun":
         for step in range(start, start + count):
             inputs, targets = self.task.batch(step, torch.float64)
             if self.device is not None:

@@ -1,7 +1,5 @@
 """The source of the package as syntax trees, and what its modules import, for the tests of its structure."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterable, Iterator
 from functools import cache

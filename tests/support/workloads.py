@@ -6,14 +6,14 @@ The workloads of :data:`WITH_BERT` need Transformers, so they run in the environ
 import json
 import math
 import warnings
-from functools import partial
 
 import pytest
 import torch
 
+from benchmarks import runner
 from benchmarks.cli import main
-from benchmarks.recipes import METHODS
-from benchmarks.runner import Trainer
+from benchmarks.compare.runs import find
+from benchmarks.runner import race
 from benchmarks.workloads import WORKLOADS, make_workload
 from secondorder import HyLo
 from secondorder.capture.fisher.likelihood import resolve
@@ -125,16 +125,15 @@ def train(workload, steps, lr):
     return model, {name: value - before[name] for name, value in workload.quality(model).items()}
 
 
-def trainer_of(name, workload, data_dir, **changes):
-    method = METHODS[name]
-    make, closure = partial(method.build, workload=workload, changes=changes), method.needs_closure(workload, changes)
-    return Trainer(name, make_workload(workload, data_dir, "smoke"), make, closure=closure)
+def trainer_of(name, workload, data_dir=None, **changes):
+    """A run of an optimizer of this package or of another one, with changes to its recipe."""
+    method = find(name)
+    return runner.trainer_of(method, make_workload(workload, data_dir, "smoke"), method.settings(workload, changes))
 
 
 def check_recipe(name, workload, data_dir):
     trainer = trainer_of(name, workload, data_dir)
-    for _ in range(3):
-        trainer.step()
+    race([trainer], 3)
     assert not trainer.diverged
     assert trainer.optimizer.diagnostics()["skipped_steps"] == 0
     assert trainer.optimizer.diagnostics()["refresh_failures"] == 0

@@ -4,8 +4,6 @@ Arguments: a folder, and the strategy of the optimizer or ``sharded`` for a run 
 writes its results to ``answer-<rank>.json``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -6,8 +6,6 @@ On the first attempt, all runs but the last are stopped early, and a rank is kil
 attempt has nothing but their files. Every rank writes its results.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
