@@ -32,8 +32,7 @@ from tests.support.code_blocks import (
 LINK = re.compile(r"(?<!`)\[[^\]\n]*\]\(([^)\s]+)\)|<img [^>]*src=\"([^\"]+)\"")
 # A path begins with ``tests/``, or, as in long tables, with the folder inside it.
 NAMED_TEST = re.compile(r"`(?:tests/)?((?<=tests/)test_\w+\.py|(?!tests/)[a-z_]+/test_\w+\.py)(?:::(test_\w+))?`")
-#: Languages of blocks.
-LANGUAGES = {"python", "diff", "console", "bash", "text", "yaml", "toml", "json", "bibtex"}
+LANGUAGES = {"python", "diff", "console", "bash", "text", "yaml", "toml", "json", "bibtex"}  # languages of blocks
 #: Values for the options whose value a page leaves open.
 OPEN = dict.fromkeys(("--optimizer", "--optimizers", "--method"), "kfac")
 OPEN |= {"--workload": "digits", "--steps": "10", "--comm": "mem_opt", "--data-dir": "data", "--results": "results"}

@@ -22,8 +22,7 @@ HEAD = {
     "machines": [{"processor": "A processor", "gemm_gflops": {"median": 60.0, "best": 66.0}}],
 }  # fmt: skip
 LABELS = {"sgd": "SGD", "adamw": "AdamW", "muon": "Muon", "kfac": "K-FAC", "ggt": "GGT"}
-ENDS = {"sgd": 0.9, "adamw": 0.6, "muon": 0.5, "kfac": 0.3, "ggt": 0.7}
-"""Final losses."""
+ENDS = {"sgd": 0.9, "adamw": 0.6, "muon": 0.5, "kfac": 0.3, "ggt": 0.7}  # final losses
 
 
 def make_run(optimizer="adamw", phase="final", seed=0, losses=(1.0, 0.5), **changes):
@@ -199,7 +198,9 @@ def test_second_rates_and_changes_of_speed_are_reported():
     results = make_results(*runs, machines=[HEAD["machines"][0], slow])
     text = " ".join(wording.budget(results))
     assert "The best rate then ran for all 600 steps with 1 seed. The leaders also completed a run" in text
-    assert "with 2 seeds. Losses of the first seed, by multiple of the recipe's rate: KFAC 0.5000 at × 1 and 0.7" in text
+    assert (
+        "with 2 seeds. Losses of the first seed, by multiple of the recipe's rate: KFAC 0.5000 at × 1 and 0.7" in text
+    )
     assert "30 to 60 GFLOP/s" in text
     slow["processor"] = "another one"
     assert "different processors" in " ".join(wording.budget(results))

@@ -1,10 +1,14 @@
-"""Run the documentation's examples that need trainers and loggers; tests/test_docs.py runs the others."""
+"""Run the documentation's examples and the tutorial that need trainers and loggers.
+
+The others run in tests/test_docs.py and tests/test_tutorials.py.
+"""
 
 from pathlib import Path
 
 import pytest
 
-from tests.support.code_blocks import name_of, pages_with, run
+from tests.support.code_blocks import DOCS, name_of, pages_with, run
+from tests.support.tutorials import reruns
 
 MARKS = {"integrations"}
 FAST, SLOW = pages_with(MARKS), pages_with({*MARKS, "slow"})
@@ -21,3 +25,7 @@ assert FAST
 def test_examples_run(page: Path, marks: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run(page, marks)
+
+
+def test_the_tutorial_of_the_trainer_prints_what_its_page_shows(tmp_path: Path) -> None:
+    reruns(DOCS / "tutorials" / "hugging-face-trainer.py", tmp_path)

@@ -41,10 +41,8 @@ PAGES = [page for name in ("README", "CONTRIBUTING", "SECURITY", "CHANGELOG") if
 PAGES += sorted(DOCS.rglob("*.md"))
 
 MARKS = {"slow", "fragment", "integrations"}
-#: A block with this mark need not show its output, because other libraries print it.
-FOREIGN = "integrations"
-#: Languages of blocks that are commands for a shell.
-SHELL = {"console", "bash"}
+FOREIGN = "integrations"  # a block with this mark need not show its output, because other libraries print it
+SHELL = {"console", "bash"}  # languages of blocks that are commands for a shell
 
 FENCE = re.compile(
     r"^(?P<indent> *)(?:<!-- (?:example: (?P<marks>[\w ]+)|(?P<output>output)) -->\n(?P=indent))?"

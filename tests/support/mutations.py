@@ -28,8 +28,7 @@ from typing import NamedTuple
 from tests.support.mutants import MUTATIONS, Mutation
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Seconds for one run of likely tests, and for the whole default run.
-LIMIT, WHOLE_LIMIT = 900, 3600
+LIMIT, WHOLE_LIMIT = 900, 3600  # seconds for one run of likely tests, and for the whole default run
 #: The last line of the short summary that names a test: `FAILED tests/test_x.py::test_y[case] - message`.
 _NAMED = re.compile(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - .*)?$", re.MULTILINE)
 _QUIETLY = ("-q", "-p", "no:cacheprovider", "--tb=no")

@@ -9,8 +9,7 @@ from tests.support.outputs import difference
 gallery = script("gallery")
 SCRIPTS: list[Path] = gallery.SCRIPTS
 OUTPUT = re.compile(r"<!-- output -->\n```text\n(.*?)^```$", re.M | re.S)
-#: Training amplifies rounding differences between processors, but curves keep their shape.
-TOLERANCE = 0.25
+TOLERANCE = 0.25  # training amplifies rounding differences between processors, but curves keep their shape
 
 
 def page_of(path: Path) -> str:

@@ -34,8 +34,7 @@ from tests.integrations.sentences import METHODS, Sentences, classifier
 STEPS, EVERY, END = 8, 3, 5
 CASES = [(framework, strategy) for framework in ("transformers", "accelerate") for strategy in ("comm", "mem")]
 STRATEGIES: dict[str, Callable[[], Any]] = {"comm": CommOpt, "mem": MemOpt}
-#: Kinds of memory that strategies spread over the ranks.
-HELD = {"second_order", "kernel", "window", "error"}
+HELD = {"second_order", "kernel", "window", "error"}  # kinds of memory that strategies spread over the ranks
 CHOSEN = sys.argv[2] if len(sys.argv) > 2 else "kfac"
 
 

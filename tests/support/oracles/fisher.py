@@ -28,8 +28,7 @@ from tests.support.building import built
 from tests.support.kfac import PLAIN, assert_close, held_factors
 from tests.support.oracles.kfac import Rows, example_rows, factors, heads, one_example, without_groups
 
-#: Loss of one example from its outputs (batch of one) and its targets.
-Loss = Callable[[Any, Any], Tensor]
+Loss = Callable[[Any, Any], Tensor]  # loss of one example from its outputs (batch of one) and its targets
 
 
 # ------------------------------------------------------------------------------------------------ Losses of one example
