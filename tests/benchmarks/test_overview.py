@@ -72,6 +72,12 @@ def test_tables_and_parts_of_them_are_shown(tmp_path):
         assert hidden not in text.replace("Why", "")
 
 
+def test_columns_have_keys_formats_and_units():
+    columns = report.columns("runs; step ms = seconds .1f ms; state, MB = size .2f MB; share = share .0%")
+    shown = {title: column({"runs": 3, "seconds": 0.25, "size": 4e6}) for title, column in columns.items()}
+    assert shown == {"runs": "3", "step ms": "250.0", "state, MB": "4.00", "share": "-"}
+
+
 def test_memory_is_summarized_without_variants(tmp_path):
     columns = ("optimizer", "curvature", "total", "× parameters")
     for name, label in (("digits", "KFAC"), ("chargpt", "EKFAC, power 1/2"), ("unet", "KFAC")):

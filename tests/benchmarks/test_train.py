@@ -129,8 +129,9 @@ def test_an_interrupted_command_continues_and_keeps_its_journal(tmp_path, killed
     killed_after(5)
     with pytest.raises(KeyboardInterrupt):
         _run(tmp_path / "part", *words)
-    killed_after(None)
+    taken = killed_after(None)
     assert _run(tmp_path / "part", *words) == 0
+    assert taken == [*range(5), *range(3, 8)]
     rows = _rows(tmp_path / "part")
     assert [row["step"] for row in rows] == list(range(1, 9))
     assert [row["loss"] for row in rows] == [row["loss"] for row in _rows(tmp_path / "whole")]
