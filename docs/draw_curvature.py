@@ -129,9 +129,7 @@ def pictures() -> dict[str, Picture]:
         # A row is the mean of a batch, so its second moment is smaller by the batch size. GGT does not divide by the
         # number of rows either.
         "mfac": Picture(
-            f"M-FAC, {rows} rows",
-            truth,
-            BATCH * estimate(chosen, lambda m: MFAC(m, lr=0.0, window_size=rows), rows),
+            f"M-FAC, {rows} rows", truth, BATCH * estimate(chosen, lambda m: MFAC(m, lr=0.0, window_size=rows), rows)
         ),
         "ggt": Picture(f"GGT, {rows} rows", half, ggt * math.sqrt(BATCH / rows), "Root of the true Fisher"),
     }

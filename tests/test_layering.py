@@ -70,18 +70,10 @@ INSIDE = {
 
 #: Imports that point upwards, by reason: module → modules. No import may be added, and removed ones are deleted here.
 KNOWN_EXCEPTIONS: dict[str, dict[str, set[str]]] = {
-    "Copies of a model must come without the hooks of attention": {
-        "capture.layers.attention": {"capture.copies"},
-    },
-    "Plan and RankPlan are public names of secondorder.comm": {
-        "comm": {"plan.plan"},
-    },
-    "Tensors that functions of torch's checkpoints have read may be sharded": {
-        "frames": {"comm.layout"},
-    },
-    "Each mix-in adds its own rows to describe()": {
-        "preconditioners.window_plan": {"diagnostics.describe"},
-    },
+    "Copies of a model must come without the hooks of attention": {"capture.layers.attention": {"capture.copies"}},
+    "Plan and RankPlan are public names of secondorder.comm": {"comm": {"plan.plan"}},
+    "Tensors that functions of torch's checkpoints have read may be sharded": {"frames": {"comm.layout"}},
+    "Each mix-in adds its own rows to describe()": {"preconditioners.window_plan": {"diagnostics.describe"}},
 }
 
 # A constructor's signature names the type of `comm=` so that tools can resolve it; only optimizer.py uses a strategy.

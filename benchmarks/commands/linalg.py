@@ -96,11 +96,7 @@ class Linalg(Alone):
         return self._timed(n, ways, judged, "float32")
 
     def _timed(
-        self,
-        n: int,
-        ways: Mapping[Any, Callable[[], Tensor]],
-        judged: Mapping[Any, dict[str, float]],
-        reference: str,
+        self, n: int, ways: Mapping[Any, Callable[[], Tensor]], judged: Mapping[Any, dict[str, float]], reference: str
     ) -> list[dict[str, Any]]:
         """Return the results of every method. The method ``none`` has no time."""
         times = timed_in_turns(ways, self.trials, torch.device(self.device))

@@ -21,14 +21,7 @@ from PIL import Image, ImageOps
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from benchmarks.workloads.base import (
-    Batch,
-    Classification,
-    DataMissingError,
-    Size,
-    evaluating,
-    shuffled_indices,
-)
+from benchmarks.workloads.base import Batch, Classification, DataMissingError, Size, evaluating, shuffled_indices
 from benchmarks.workloads.readers import opened_picture
 from benchmarks.workloads.resnets import BlockName, imagenet_resnet
 

@@ -13,7 +13,6 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils.rnn import PackedSequence
 
 from secondorder.capture.batch import Input
-from secondorder.capture.copies import OwnHook
 from secondorder.runtime import outside_of_graphs
 
 if TYPE_CHECKING:
@@ -44,13 +43,6 @@ class Switch:
         #: Whether a gradient of a sharded parameter has arrived since the last step.
         self.reduced = False
         self.token: Tensor | None = None
-
-
-class Inert(OwnHook):
-    """Replacement for a hook in models that release 0.1.0 pickled. It exists so that such files load."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing."""
 
 
 class Seen(NamedTuple):

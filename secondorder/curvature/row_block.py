@@ -130,8 +130,8 @@ class RowBlock(Block):
     # ------------------------------------------------------------------ refresh
     def damping_of(self, trace: Tensor, rows: int) -> Tensor:
         """λ ``[(Γ)]``, float64, from the trace of the kernel over so many rows."""
-        shared = self.adapter.row_groups > 1 and self.adapter.shares_damping(self.group["approx"])
-        return averages.effective_damping(self.group, trace.double() / max(rows, 1), shared)
+        group, mean = self.group, trace.double() / max(rows, 1)
+        return averages.effective_damping(group, mean, self.adapter.shares_damping(group["approx"]))
 
     def damping(self, trace: Tensor) -> Tensor:
         """λ of the rows of this step from the trace of their kernel, unless other ranks have rows too."""

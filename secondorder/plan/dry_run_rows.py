@@ -41,11 +41,7 @@ class DryRowExchange(RowExchange):
     """
 
     def __init__(
-        self,
-        plan: RowPlan,
-        selection: RowSelection,
-        census: Mapping[RowBlock, Census],
-        kept: Callable[[RowBlock], int],
+        self, plan: RowPlan, selection: RowSelection, census: Mapping[RowBlock, Census], kept: Callable[[RowBlock], int]
     ) -> None:
         super().__init__(plan, selection, torch.device("meta"))
         self._assumed, self._kept = census, kept

@@ -99,9 +99,7 @@ def entries_of(block: Block) -> int:
 
 
 def stacks_of(
-    blocks: Sequence[BlockT],
-    key_of: Callable[[BlockT], Hashable | None],
-    size_of: Callable[[BlockT], int] = entries_of,
+    blocks: Sequence[BlockT], key_of: Callable[[BlockT], Hashable | None], size_of: Callable[[BlockT], int] = entries_of
 ) -> Iterator[list[BlockT]]:
     """Yield blocks with equal keys and shapes, in stacks of a bounded size.
 

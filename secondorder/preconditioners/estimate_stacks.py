@@ -139,11 +139,7 @@ def fold_scales(
 
 
 def measure_scales(
-    blocks: Sequence[EigenbasisBlock],
-    gradients: Directions,
-    examples: float,
-    ranks: int,
-    gate: Tensor | None,
+    blocks: Sequence[EigenbasisBlock], gradients: Directions, examples: float, ranks: int, gate: Tensor | None
 ) -> Collection[EigenbasisBlock]:
     """Update scales with the squares of mean gradients.
 

@@ -183,16 +183,7 @@ class LayerPreconditioner(Preconditioner, Generic[BlockT]):
         return self.refresher.with_estimates(due)
 
     def refresh(self, blocks: Sequence[BlockT], host_checks: bool, *, restores: bool = False) -> Tensor:
-        """Refresh some blocks in portions, so that temporary memory does not grow with the model.
-
-        Args:
-            blocks: The blocks.
-            host_checks: Whether the host may check results.
-            restores: Whether this only recomputes curvature that a checkpoint left out.
-
-        Returns:
-            Whether each refresh succeeded, ``[len(blocks)]``. A block whose refresh fails keeps its last good result.
-        """
+        """Refresh some blocks in portions, see :meth:`~secondorder.curvature.refresh.Refresher.refresh`."""
         return self.refresher.refresh(blocks, host_checks, restores)
 
     def share(self, refreshed: list[int]) -> None:

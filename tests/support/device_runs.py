@@ -67,10 +67,7 @@ def late(device: Device) -> list[str]:
 
 
 def check(
-    build: Callable[[nn.Module], Optimizer],
-    task: Task,
-    steps: int = 6,
-    kind: type[Device] = SimulatedDevice,
+    build: Callable[[nn.Module], Optimizer], task: Task, steps: int = 6, kind: type[Device] = SimulatedDevice
 ) -> None:
     """Assert that training agrees with the CPU, and that no step after the warm-up waits for the device."""
     expected = DeviceRun(build, task).steps(steps).parameters()
