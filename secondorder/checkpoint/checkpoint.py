@@ -247,16 +247,8 @@ class Checkpoint:
     def _differences(
         self, p: nn.Parameter, theirs: Mapping[str, Any], schema: Schema, here: Schema, kept: str, filled_in: set[int]
     ) -> tuple[list[str], list[str]]:
-        """Return a line for each tensor that only another rank has saved, and one for each other difference.
-
-        Args:
-            p: The parameter.
-            theirs: Its saved state.
-            schema: The schema of its state on all ranks.
-            here: The schema of its state on this rank.
-            kept: How much of the curvature the checkpoint has.
-            filled_in: Ids of the tensors that torch has filled in.
-        """
+        """Return a line for each tensor that only another rank has saved, and one for each other difference."""
+        # ``schema`` describes the state on all ranks and ``here`` that on this rank; torch filled in some tensors.
         label = f"parameter '{self._table.names[p]}'"
         required = {k: entry for k, entry in here.items() if not entry.may_lack(kept)}
         lacking = comparison.absent(theirs, required)

@@ -148,13 +148,8 @@ class MFACSolver(WindowSolver):
             return torch.full_like(problem[0], torch.nan)
 
     def _filtering(self, units: Sequence[WindowUnit], amplification: Tensor, step: int) -> Tensor | None:
-        """Which units use the result without the directions that consist of rounding errors.
-
-        A CPU uses the amplification of the current step; other devices use that of some steps before.
-
-        Returns:
-            Flags ``[k]``; None if no unit does.
-        """
+        """Which units drop directions that consist of rounding errors, as flags ``[k]``; None if no unit does."""
+        # A CPU uses the amplification of the current step; other devices use that of some steps before.
         solver, on_cpu = units[0].group["solver"], amplification.device.type == "cpu"
         if solver == "eigh":
             return torch.ones_like(amplification, dtype=torch.bool)

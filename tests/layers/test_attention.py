@@ -9,11 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from secondorder import EKFAC, KFAC, HyLo
+from secondorder.capture.layers.adapter import LinearAdapter
+from secondorder.capture.statistics.call import Call
 from tests.support.kfac import assert_close, hook_counts, labels, noise, plain_kfac, train_step, twin
 from tests.support.layer_cases import CASES, Attends, attends, causal, spread
 from tests.support.models import seeded_build
 from tests.support.oracles import layers as oracle
 from tests.support.oracles.layers import Tape, check_block, embedding, expected_pairs, follows_fallback, singles
+from tests.support.tasks import assert_identical
 
 N, T, S, E, H = 4, 3, 5, 4, 2
 ATTENTION = CASES["attention"]
@@ -91,6 +94,47 @@ def test_keys_whose_gradients_sum_to_nothing_do_not_outweigh_queries_and_values(
     train_step(opt, model, (x,), y, F.cross_entropy)
     queries, keys, values = (part.norm() for part in (stacked.detach() - before).chunk(3))
     assert keys < 10 * min(queries, values)
+
+
+class Projections(nn.Module):
+    """Attention with a layer for each projection, as in many implementations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.head = nn.Linear(E, E), nn.Linear(E, E), nn.Linear(E, E), nn.Linear(E, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = [f(x).unflatten(-1, (H, E // H)).transpose(1, 2) for f in (self.query, self.key, self.value)]
+        return self.head(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(-2).mean(1))
+
+
+@pytest.mark.parametrize("scale", [1.0, 10.0])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", [KFAC, EKFAC, HyLo])
+def test_sums_that_are_rounding_errors_count_as_zero(method, dtype, scale):
+    """Those at the keys are. Without this, a relative λ would be a multiple of them, and the next step enormous."""
+    model, single = seeded_build(Projections), torch.float32 if dtype == torch.bfloat16 else dtype
+    model, x, y = model.to(single), scale * noise(N, T, E).to(single), labels(N, 3)
+    opt = method(model, lr=1.0, approx="reduce", graft=None, momentum=0.0, damping=0.1, damping_mode="relative")
+    before = [p.detach().clone() for p in model.parameters()]
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    opt.step()
+    if method is not HyLo:
+        sizes = {name: oracle.held(opt, name)[1].norm() for name in ("query", "key", "value")}
+        assert sizes["key"] == 0 < min(sizes["query"], sizes["value"])
+    moved = {n: (p - old).norm() for (n, p), old in zip(model.named_parameters(), before, strict=True)}
+    assert moved["key.weight"] < 10 * moved["query.weight"]
+
+
+@pytest.mark.parametrize(("dtype", "small", "tiny"), [(torch.float64, 1e-12, 1e-15), (torch.bfloat16, 0.1, 0.02)])
+def test_small_sums_stay_as_they_are(dtype, small, tiny):
+    adapter = LinearAdapter(nn.Linear(1, 1), has_weight=True, has_bias=False)
+    for difference in (small, tiny):
+        g = torch.tensor([[[1.0], [difference - 1]]], dtype=torch.float64).to(dtype)
+        found = Call(None, g, adapter).output_sums(torch.float64, 1)
+        assert_identical(found, g.double().sum(1) * (difference == small))
 
 
 class TwoAttentions(nn.Module):

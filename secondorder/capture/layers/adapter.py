@@ -270,6 +270,7 @@ class LinearAdapter(Adapter):
     """Covers ``nn.Linear`` on any leading dimensions; all but the last are positions or the batch."""
 
     positions_are_tokens = True
+    sums_may_vanish = True
 
     def __init__(self, module: nn.Linear, has_weight: bool, has_bias: bool) -> None:
         super().__init__(module, has_weight, has_bias)

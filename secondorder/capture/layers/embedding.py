@@ -150,14 +150,7 @@ class EmbeddingAdapter(Adapter):
         return index.clamp(min=0), torch.arange(index.numel(), device=x.device), (index != _NOTHING).float()
 
     def _places(self, x: Tensor, examples: int) -> tuple[Tensor, int]:
-        """Return the place of each row in the order of examples, ``[rows]``, and the number of rows of an example.
-
-        Returns:
-            Places and number.
-
-        Raises:
-            ValueError: If the positions cannot be assigned to examples.
-        """
+        """Return the place of each row in the order of examples, ``[rows]``, and the number of rows of an example."""
         shape = self._row_shape(x)
         rows = torch.arange(shape.numel(), device=x.device)
         by_example = split_examples(rows.view(*shape, 1), examples)[..., 0]

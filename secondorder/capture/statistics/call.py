@@ -10,6 +10,10 @@ from torch import Tensor
 if TYPE_CHECKING:
     from secondorder.capture.layers.adapter import Adapter
 
+#: A sum that is smaller than so many units of the last place of its terms, or than this share of them, is not a number
+#: but an error. At the keys of attention, errors are up to 20 units, and sums elsewhere are as large as a term.
+_ERROR, _LARGEST_ERROR = 64, 0.05
+
 
 class Call(NamedTuple):
     """A use of a layer, with the gradient at its output.
@@ -67,6 +71,20 @@ class Call(NamedTuple):
             return g
         keep = self.keep.reshape(*self.keep.shape, *[1] * (g.dim() - self.keep.dim()))
         return torch.where(keep, g, 0.0)
+
+    def output_sums(self, dtype: torch.dtype, examples: int) -> Tensor:
+        """Return ``Σ_s g [(Γ,) n, d_o]`` over the positions of each example, or 0 if it is only a rounding error of 0.
+
+        A softmax ignores what all of its inputs have in common, so gradients at the keys of attention sum to 0.
+        """
+        own, g = self.own, self.gradient(dtype)
+        sums = own.output_sums(g, self.x, examples)
+        if own.sums_may_vanish and sums.numel() < g.numel():
+            size = torch.linalg.vector_norm(g.unflatten(-1, (own.groups, -1)), dim=(*range(g.dim() - 1), -1))
+            error = min(_ERROR * torch.finfo(self.g.dtype).eps, _LARGEST_ERROR)
+            found = torch.linalg.vector_norm(sums, dim=(-2, -1), keepdim=True)
+            sums = sums * (found > error * size.view_as(found))
+        return self.whole(sums)
 
     def whole(self, values: Tensor) -> Tensor:
         """Values ``[N, …]`` of the one block that the call fills among those of all Γ, ``[Γ, N, …]``."""

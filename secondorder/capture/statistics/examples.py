@@ -124,7 +124,7 @@ class ExampleRows:
 
     def _output_sums(self, calls: list[Call], examples: int) -> Tensor:
         """``Σ_s g [(Γ,) n, d_o]`` over the positions and calls of each example."""
-        found = [call.whole(call.own.output_sums(call.gradient(self._dtype), call.x, examples)) for call in calls]
+        found = [call.output_sums(self._dtype, examples) for call in calls]
         return found[0] if len(found) == 1 else torch.stack(found).sum(0)
 
     def _input_sums(self, call: Call, examples: int) -> tuple[Tensor, Tensor]:

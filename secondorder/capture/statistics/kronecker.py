@@ -186,7 +186,7 @@ class KroneckerSums:
             call.require_examples()
         if any(call.keep is not None for call in calls) and not adapter.constant_input:
             raise ValueError("approx='reduce' cannot leave out padded rows; use approx='expand' with mask()")
-        outputs = [call.whole(call.own.output_sums(call.gradient(dtype), call.x, examples)) for call in calls]
+        outputs = [call.output_sums(dtype, examples) for call in calls]
         total, weight, chosen = torch.stack(outputs).sum(0), 1.0, None
         if self._sampler is not None and not (adapter.constant_input or adapter.one_hot):
             chosen, weight = self._sampler.pick(examples, self.a.device)
