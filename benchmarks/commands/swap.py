@@ -129,6 +129,7 @@ BUDGETS: Mapping[str, str] = {
         'KFAC(model, lr=LR, weight_decay=WD, graft="adamw", budget=2.0, '
         'power=0.5, damping=0.1, damping_mode="relative")'
     ),
+    "orthogonal": 'KFAC(model, lr=LR, weight_decay=WD, graft="adamw", orthogonalize=True, inv_update_steps=0)',
 }
 """The lines that replace AdamW's, by their names in the tables."""
 SMOKE_STEPS = 4
@@ -154,8 +155,8 @@ class Scripts(Common):
     length: float = 2.0
     """Multiple of the number of steps of each script."""
     lines: tuple[str, ...] = ("KFAC", "KFAC, budget 2", "KFAC, budget 1.3")
-    """Lines that replace that of AdamW: "KFAC", "KFAC, budget 2", "KFAC, budget 1.3", "KFAC, budget 2, power 0.5", or
-    expressions of model, LR, WD, torch and the names in secondorder."""
+    """Lines that replace that of AdamW: "KFAC", "KFAC, budget 2", "KFAC, budget 1.3", "KFAC, budget 2, power 0.5",
+    "orthogonal", or expressions of model, LR, WD, torch and the names in secondorder."""
 
     def run(self) -> int:
         torch.set_num_threads(self.threads)

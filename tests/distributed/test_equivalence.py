@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from tests.support.grid import each
+from tests.support.grid import each, only
 from tests.support.oracles import ranks
 from tests.support.oracles.kfac import expected_factors, kron
 from tests.support.oracles.ranks import EXAMPLES, LENGTH, TASKS, Run, assert_held, assert_same_path, build, flat, shard
@@ -322,3 +322,20 @@ def test_owners_estimate_from_their_own_examples(pool: Pool, run: Run, where: tu
     assert all(of_rank["owners"] == owners and "statistics" not in of_rank["sent"] for of_rank in found)
     assert set(owners.values()) == ({1} if strategy == "chief_own" else set(range(world)))
     assert_same_path(paths_of(found), simulated(run, owners, world), tolerance=1e-10)
+
+
+#: Every method under every strategy that supports it: some strategies place factors.
+OF_FACTORS = ("comm_owner", "mem_replicated", "local_factors", "chief", "chief_inverses", "chief_own")
+UNDER = {f"{m}-{s}": (m, s) for s in ranks.STRATEGIES for m in ranks.METHODS if m in KRONECKER or s not in OF_FACTORS}
+
+
+def world_of(strategy: str) -> int:
+    return {"hybrid_half": 4, "hybrid_third": 3}.get(strategy, 2)
+
+
+@only("ekfac_intra-mem", of=UNDER)
+def test_replicas_are_equal_for_200_steps(pool: Pool, of: tuple[str, str]) -> None:
+    method, strategy = of
+    paths = pool.run(ranks.together, strategy, Run("mlp", method, {"lr": 0.01}, steps=200), world=world_of(strategy))
+    ranks.assert_replicas(paths)
+    assert not torch.equal(paths[0][0], paths[0][-1])
