@@ -293,7 +293,9 @@ class KroneckerFactors:
 
     def tikhonov(self, mean_value: Tensor, group: Mapping[str, Any]) -> Tensor:
         """λ according to the options, without weight decay."""
-        return averages.effective_damping(group, mean_value, self.layer.adapter.shares_damping(group["approx"]))
+        return averages.effective_damping(
+            group["damping"], group["damping_mode"], self.layer.adapter.steepness(mean_value)
+        )
 
     # ------------------------------------------------------------------ what changes a state
     def fold(

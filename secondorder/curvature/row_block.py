@@ -130,8 +130,8 @@ class RowBlock(Block):
     # ------------------------------------------------------------------ refresh
     def damping_of(self, trace: Tensor, rows: int) -> Tensor:
         """λ ``[(Γ)]``, float64, from the trace of the kernel over so many rows."""
-        group, mean = self.group, trace.double() / max(rows, 1)
-        return averages.effective_damping(group, mean, self.adapter.shares_damping(group["approx"]))
+        mean = self.adapter.steepness(trace.double() / max(rows, 1))
+        return averages.effective_damping(self.group["damping"], self.group["damping_mode"], mean)
 
     def damping(self, trace: Tensor) -> Tensor:
         """λ of the rows of this step from the trace of their kernel, unless other ranks have rows too."""

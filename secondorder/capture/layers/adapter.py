@@ -108,11 +108,15 @@ class Adapter(ABC):
         """Whether a is the constant 1, so that no input rows are needed."""
         return not self.has_weight
 
-    def shares_damping(self, approx: str) -> bool:
-        """Whether relative damping is that of the steepest of the Γ blocks, so that no other one takes long steps."""
-        # A unit of a normalization layer may have little effect, and a sum of gradients may be a rounding error of 0.
-        is_summed = self.sums_may_vanish and (approx == "reduce" or self.constant_input)
-        return self.groups > 1 and (self.is_exact or is_summed)
+    def steepness(self, mean_value: Tensor) -> Tensor:
+        """Return the mean eigenvalues to which relative damping refers, ``[(Γ)]``, from those of the blocks."""
+        if self.groups == 1 or not (self.is_exact or self.sums_may_vanish):
+            return mean_value
+        steepest = mean_value.amax(-1, keepdim=True).expand_as(mean_value)
+        # A unit of a normalization layer may have little effect, and gradients at a bias may sum to a rounding error.
+        if self.is_exact or self.constant_input:
+            return steepest
+        return torch.where(mean_value > 0, mean_value, steepest)
 
     @property
     def needs_input(self) -> bool:

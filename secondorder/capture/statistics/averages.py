@@ -12,9 +12,6 @@ size, number of micro-batches and image size (Eschenhagen et al. 2023, arXiv 231
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -99,20 +96,16 @@ def _reads_as(x: Tensor, like: Tensor) -> bool:
     return x.is_floating_point() and x.dtype == like.dtype and x.device == like.device and x.numel() > 0
 
 
-def effective_damping(group: Mapping[str, Any], mean_value: Tensor, shared: bool) -> Tensor:
+def effective_damping(damping: float, mode: str, mean_value: Tensor) -> Tensor:
     """Return λ of a block, which is ``damping`` or, in ``"relative"`` mode, a multiple of the mean eigenvalue.
 
-    If it is ``shared``, all groups use the mean of the steepest one. A block whose factors are all zero uses the
-    absolute value.
+    A block whose factors are all zero uses the absolute value.
 
     Returns:
         λ ``[...]``, of the shape of ``mean_value``.
     """
-    damping: float = group["damping"]
-    if group["damping_mode"] == "absolute":
+    if mode == "absolute":
         return torch.full_like(mean_value, damping)
-    if shared:
-        mean_value = mean_value.amax(-1, keepdim=True).expand_as(mean_value)
     return torch.where(mean_value > 0, mean_value * damping, damping)
 
 
