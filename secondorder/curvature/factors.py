@@ -294,7 +294,7 @@ class KroneckerFactors:
     def tikhonov(self, mean_value: Tensor, group: Mapping[str, Any]) -> Tensor:
         """λ according to the options, without weight decay."""
         return averages.effective_damping(
-            group["damping"], group["damping_mode"], self.layer.adapter.steepness(mean_value)
+            group["damping"], group["damping_mode"], self.layer.adapter.steepness(mean_value, group["approx"])
         )
 
     # ------------------------------------------------------------------ what changes a state

@@ -117,7 +117,7 @@ class Eigen(Inverse):
     way = EIGEN
     stacked: ClassVar[tuple[str, ...]] = ("eigenvalues_a", "eigenvalues_g", "basis_a", "basis_g")
     options: ClassVar[tuple[str, ...]] = (
-        "damping", "damping_mode", "damping_split", "inverse_method", "inverse_rank", "power",
+        "approx", "damping", "damping_mode", "damping_split", "inverse_method", "inverse_rank", "power",
         "weight_decay", "weight_decay_in_curvature",
     )  # fmt: skip
 

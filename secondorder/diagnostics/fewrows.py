@@ -95,7 +95,8 @@ class FewRows:
         if self.damping is None:
             if not self.damps_kernel:  # relative to the mean eigenvalue of F, not of the kernel
                 mean = mean * (look.rows.n / (adapter.n_a * adapter.n_g))
-            damping = averages.effective_damping(group["damping"], group["damping_mode"], adapter.steepness(mean))
+            mean = adapter.steepness(mean, group["approx"])
+            damping = averages.effective_damping(group["damping"], group["damping_mode"], mean)
         else:
             damping = torch.full_like(mean, self.damping)
         finite = torch.isfinite(found.sum() + matrix.sum())

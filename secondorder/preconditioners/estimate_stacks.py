@@ -41,7 +41,7 @@ _UPDATED = (*_CHANGED, "basis_a", "basis_g", "eigenvalues_a", "eigenvalues_g")
 _KEPT, _FACTORS = ("factor_a", "factor_g", "factor_weight"), ("factor_a", "factor_g")
 #: Options that the preconditioning of stacks reads.
 _READ = (
-    "damping", "damping_mode", "eps", "estimator", "momentum_mode", "power", "weight_decay",
+    "approx", "damping", "damping_mode", "eps", "estimator", "momentum_mode", "power", "weight_decay",
     "weight_decay_in_curvature",
 )  # fmt: skip
 

@@ -20,7 +20,7 @@ N_A, N_G, DAMPING = 4, 3, 0.3
 
 def group_of(max_factor_dim=None, split="exact"):
     return {
-        "damping": DAMPING, "damping_mode": "absolute", "damping_split": split, "power": 1.0,
+        "approx": "expand", "damping": DAMPING, "damping_mode": "absolute", "damping_split": split, "power": 1.0,
         "weight_decay": 0.0, "weight_decay_in_curvature": False, "max_factor_dim": max_factor_dim,
     }  # fmt: skip
 

@@ -108,9 +108,10 @@ class Adapter(ABC):
         """Whether a is the constant 1, so that no input rows are needed."""
         return not self.has_weight
 
-    def steepness(self, mean_value: Tensor) -> Tensor:
+    def steepness(self, mean_value: Tensor, approx: str) -> Tensor:
         """Return the mean eigenvalues to which relative damping refers, ``[(Γ)]``, from those of the blocks."""
-        if self.groups == 1 or not (self.is_exact or self.sums_may_vanish):
+        is_summed = self.sums_may_vanish and (approx == "reduce" or self.constant_input)
+        if self.groups == 1 or not (self.is_exact or is_summed):
             return mean_value
         steepest = mean_value.amax(-1, keepdim=True).expand_as(mean_value)
         # A unit of a normalization layer may have little effect, and gradients at a bias may sum to a rounding error.
