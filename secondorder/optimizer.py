@@ -131,7 +131,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
             session.place(units)
 
         self._checkpoint, self._session = checkpoint, session
-        self._inputs = UnevenInputs(comm, table, {*self.defaults, "betas"})  # β₁, β₂ of groups need no default
+        self._inputs = UnevenInputs(comm, table, {*self.defaults, "betas"})  # groups always have betas
         self._allocator = Allocator(table, runtime, self.preconditioner, self._update, place)
         self.role_worker = recipe.worker(self.preconditioner, weakref.WeakMethod(self._advance))
 

@@ -248,7 +248,7 @@ class Checkpoint:
         self, p: nn.Parameter, theirs: Mapping[str, Any], schema: Schema, here: Schema, kept: str, filled_in: set[int]
     ) -> tuple[list[str], list[str]]:
         """Return a line for each tensor that only another rank has saved, and one for each other difference."""
-        # ``schema`` describes the state on all ranks and ``here`` that on this rank; torch filled in some tensors.
+        # ``schema`` describes the state on all ranks and ``here`` that on this rank. Torch has filled in some tensors.
         label = f"parameter '{self._table.names[p]}'"
         required = {k: entry for k, entry in here.items() if not entry.may_lack(kept)}
         lacking = comparison.absent(theirs, required)

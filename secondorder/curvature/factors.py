@@ -293,9 +293,8 @@ class KroneckerFactors:
 
     def tikhonov(self, mean_value: Tensor, group: Mapping[str, Any]) -> Tensor:
         """λ according to the options, without weight decay."""
-        return averages.effective_damping(
-            group["damping"], group["damping_mode"], self.layer.adapter.steepness(mean_value, group["approx"])
-        )
+        mean_value = self.layer.adapter.damping_reference(mean_value, group["approx"])
+        return averages.effective_damping(group["damping"], group["damping_mode"], mean_value)
 
     # ------------------------------------------------------------------ what changes a state
     def fold(

@@ -130,7 +130,7 @@ class RowBlock(Block):
     # ------------------------------------------------------------------ refresh
     def damping_of(self, trace: Tensor, rows: int) -> Tensor:
         """λ ``[(Γ)]``, float64, from the trace of the kernel over so many rows."""
-        mean = self.adapter.steepness(trace.double() / max(rows, 1), self.group["approx"])
+        mean = self.adapter.damping_reference(trace.double() / max(rows, 1), self.group["approx"])
         return averages.effective_damping(self.group["damping"], self.group["damping_mode"], mean)
 
     def damping(self, trace: Tensor) -> Tensor:

@@ -95,7 +95,7 @@ class FewRows:
         if self.damping is None:
             if not self.damps_kernel:  # relative to the mean eigenvalue of F, not of the kernel
                 mean = mean * (look.rows.n / (adapter.n_a * adapter.n_g))
-            mean = adapter.steepness(mean, group["approx"])
+            mean = adapter.damping_reference(mean, group["approx"])
             damping = averages.effective_damping(group["damping"], group["damping_mode"], mean)
         else:
             damping = torch.full_like(mean, self.damping)

@@ -1,14 +1,24 @@
-"""Pure mathematics: limits of the minimum of a quadratic, the ratio, and the rule for λ.
-
-`test_model.py` compares minima with dense solves, and `test_damping.py` changes with explicit matrices.
-"""
+"""Pure mathematics: the minimum of a quadratic in one or two variables, the ratio, and the rule for λ."""
 
 import math
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from secondorder.linalg.quadratic import bounded, damping_factor, is_rounding, minimise, reduction_ratio
+from secondorder.linalg.quadratic import QuadraticModel, bounded, damping_factor, is_rounding, minimise, reduction_ratio
+
+numbers = st.floats(-2, 2)
+
+
+@given(st.lists(numbers, min_size=4, max_size=4), numbers, numbers)
+def test_two_coefficients_solve_the_dense_system(entries: list[float], c1: float, c2: float) -> None:
+    root = np.array(entries).reshape(2, 2)
+    M, c = root @ root.T + 0.1 * np.eye(2), np.array([c1, c2])
+    found = minimise(torch.tensor(M), torch.tensor(c), 1e-8)
+    np.testing.assert_allclose(found.numpy(), -np.linalg.solve(M, c), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("second", [0.0, 1e-9, 1.0, 1e9])
@@ -34,6 +44,16 @@ def test_without_curvature_the_step_is_not_changed(bad: float) -> None:
     matrix = torch.tensor([[bad, 0.0], [0.0, 1.0]], dtype=torch.float64)
     found = minimise(matrix, torch.tensor([1.0, 1.0], dtype=torch.float64), 1e-8)
     assert found.tolist() == [-1.0, 0.0]
+
+
+def test_damping_and_decay_enter_the_change_and_the_minimum() -> None:
+    x, g, w = np.array([0.7, -0.4]), np.array([1.0, -2.0]), np.array([0.2, 0.3])
+    C, D, W = np.array([[3.0, 1.0], [1.0, 2.0]]), np.array([[0.5, 0.1], [0.1, 0.7]]), np.diag([0.4, 0.6])
+    pieces = {"gradient": g, "curvature": C, "damping": D, "decay_gradient": w, "decay": W}
+    model = QuadraticModel(**{name: torch.tensor(piece) for name, piece in pieces.items()})
+    assert float(model.change(torch.tensor(x), damped=False)) == pytest.approx(g @ x + 0.5 * x @ C @ x)
+    assert float(model.change(torch.tensor(x), damped=True)) == pytest.approx(g @ x + 0.5 * x @ (C + D) @ x)
+    np.testing.assert_allclose(model.minimum(1e-8).numpy(), -np.linalg.solve(C + D + W, g + w))
 
 
 @pytest.mark.parametrize(

@@ -159,3 +159,17 @@ def test_observe_and_mask_are_members_of_every_method(method: Method, mlp: Task)
         pass
     assert optimizer.blocks
     optimizer.close()
+
+
+def test_a_model_with_hooks_is_bitwise_equal_to_one_without(method: Method, task: Task) -> None:
+    plain, (hooked, optimizer) = task.model(), method.start(task)
+    assert hooked.state_dict().keys() == plain.state_dict().keys()
+    assert str(hooked) == str(plain)
+    assert [name for name, _ in hooked.named_modules()] == [name for name, _ in plain.named_modules()]
+    inputs = task.batch(0)[0]
+    assert_identical(hooked(inputs).detach(), plain(inputs).detach())
+    for model in (plain, hooked):
+        task.loss(model, 0).backward()
+    assert_identical([p.grad for p in hooked.parameters()], [p.grad for p in plain.parameters()])
+    optimizer.detach()
+    assert_identical(hooked(inputs).detach(), plain(inputs).detach())

@@ -74,3 +74,17 @@ def test_parameters_without_a_gradient_are_left_alone_and_join_later(method: Met
         before = values(model)
         train(model, optimizer, mlp, 2, start=trained + 2)
         assert_changed(model, before)
+
+
+@pytest.mark.option("module")
+def test_every_kind_of_zero_grad_trains_alike(method: Method, task: Task) -> None:
+    """This includes `zero_grad` of the model, which the Hugging Face trainer calls."""
+    results = []
+    for kind in ("set_to_none", "zero", "model"):
+        model, optimizer = method.start(task)
+        for step in range(5):
+            model.zero_grad() if kind == "model" else optimizer.zero_grad(set_to_none=kind == "set_to_none")
+            task.loss(model, step).backward()
+            optimizer.step()
+        results.append(values(model))
+    assert_identical(results[1:], results[:1] * 2)

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -109,3 +110,15 @@ def test_a_scheduled_run_resumes_from_its_state(method: Method, mlp: Task, sched
         run(range(3, 7), *one)
     assert_identical(values(second[0]), values(first[0]))
     assert second[1].param_groups[0]["lr"] == first[1].param_groups[0]["lr"]
+
+
+def test_step_wrapped_on_the_instance_is_the_one_that_runs(method: Method, mlp: Task) -> None:
+    """Schedulers, trainers and Accelerate replace `step` on the instance."""
+    model, optimizer = method.start(mlp)
+    lr_scheduler.ExponentialLR(optimizer, 0.9)
+    lr_scheduler.ExponentialLR(optimizer, 0.9)
+    optimizer.step = Mock(wraps=optimizer.step)
+    before = values(model)
+    train(model, optimizer, mlp, 2)
+    assert optimizer.step.call_count == 2
+    assert_changed(model, before)

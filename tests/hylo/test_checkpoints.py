@@ -14,7 +14,7 @@ from tests.support.building import built
 from tests.support.checkpoints import COPIES, assert_goes_on, assert_same_run, by_file
 from tests.support.grid import each
 from tests.support.models import convnet, images, mlp, vectors
-from tests.support.oracles.hylo import plain_hylo, step
+from tests.support.oracles.hylo import flat, plain_hylo, step
 from tests.support.tasks import assert_identical, snapshot
 
 END = 17
@@ -180,3 +180,24 @@ def test_tensors_of_the_state_own_all_of_their_storage(run, approx):
         for key, value in state.items():
             if isinstance(value, Tensor):
                 assert value.untyped_storage().nbytes() == value.nbytes, key
+
+
+def test_a_checkpoint_without_curvature_keeps_the_state_of_a_policy():
+    model, opt = new("auto", checkpoint_curvature="none")
+    train_images(model, opt, 0, 5)
+    _, second = by_file(lambda: new("auto", checkpoint_curvature="none"), model, opt)
+    assert second.switch.state_dict() == pytest.approx(opt.switch.state_dict(), rel=0, abs=0, nan_ok=True)
+    assert second.diagnostics()["mode"] == opt.diagnostics()["mode"]
+
+
+def test_a_given_batch_size_allocates_rows_at_construction_and_changes_nothing_else():
+    found = []
+    for keywords in ({}, {"batch_size": 12}):
+        model, opt = new("relative", **keywords)
+        held = opt.memory_usage()["rows"]
+        assert (held > 0) == bool(keywords)
+        train_images(model, opt, 0, 9)
+        found.append(flat(dict(model.named_parameters())))
+        if keywords:
+            assert opt.memory_usage()["rows"] == held
+    assert torch.equal(*found)

@@ -1,5 +1,7 @@
 """Pure functions of the kernel against per-example gradients as an explicit matrix, and against dense solves."""
 
+from itertools import product
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,7 @@ from secondorder.linalg import kernel, woodbury
 from secondorder.linalg.kernel import Rows
 from tests.support.grid import each, pairs
 from tests.support.operators import Operators
+from tests.support.oracles.hylo import error
 
 F64 = torch.float64
 KINDS = ["plain", "homogeneous", "indices", "none"]
@@ -281,3 +284,30 @@ def test_effective_rank_and_rank_of_energy_of_known_spectra() -> None:
     found = kernel.rank_of_energy(torch.tensor([[0.0, 0.0], [1.0, 1.0], [-1.0, 0.0]]))
     assert found.tolist() == [0, 2, 0]
     assert found.dtype == torch.int64
+
+
+def solved(u: Tensor, damping: Tensor, v: Tensor) -> Tensor:
+    """``(UUᵀ + λI)⁻¹ V`` with the d×d matrix."""
+    fisher = u.mT @ u
+    damped = fisher + damping[..., None, None] * eye(fisher)
+    return torch.linalg.solve(damped, v.flatten(-2)[..., None]).view(v.shape)
+
+
+@every_kind
+def test_all_rows_solve_the_dense_system(kind: str, lead: tuple[int, ...]) -> None:
+    """They do so as pairs of inputs and gradients and, except for tables, as whole gradients."""
+    for positions, damping in product((1, 4), (1e-3, 1.0, 1e3)):
+        x = make(kind, 6, positions, lead)
+        u, v, scale = gradients(x), matrix(x), damping * (torch.rand(lead, dtype=F64) + 0.5)
+        before, wanted = v.clone(), solved(u, scale, v)
+        found = [woodbury.exact_update(x, scale, v)]
+        if kind == "indices":
+            with pytest.raises(ValueError, match="indices"):
+                kernel.whole(x)
+        else:
+            found.append(woodbury.exact_update(kernel.whole(x), scale, v.flatten(-2)[..., None]).view(v.shape))
+        condition = 1 + float(torch.linalg.matrix_norm(u, 2).square().max()) / damping
+        for update in found:
+            assert error(update, wanted) < 1e-12 + 1e-16 * condition**2  # the largest where the rows span V
+            assert ((update * v).sum((-2, -1)) >= 0).all()
+        assert torch.equal(v, before)

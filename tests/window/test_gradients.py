@@ -159,3 +159,18 @@ def test_a_closed_gate_keeps_everything(kind: str, storage: str, steps: int, mon
     assert torch.equal(flat(params), values)
     assert window.differences(before, after) - {"step", "global_step", "amplification"} == {"skipped"}
     assert int(after["state"][0]["skipped"]) == int(before["state"][0]["skipped"]) + 2
+
+
+@pytest.mark.parametrize("momentum", [{"momentum": 0.5}, {"inner": "adamw"}], ids=str)
+def test_momentum_of_a_parameter_without_gradient_stays(momentum: dict[str, Any]) -> None:
+    params = parameters(SHAPES)
+    opt = build("mfac", params, weight_decay=0.1, **momentum)
+    for step in range(6):
+        push(opt, params, noise(D, seed=step))
+    kept = {
+        key: value for key, value in snapshot(opt)["state"][1].items() if key in ("momentum_buffer", "exp_avg", "step")
+    }
+    params[1].grad = None
+    opt.step()
+    assert len(kept) == 2
+    assert all(torch.equal(states(opt)[1][key], value) for key, value in kept.items())

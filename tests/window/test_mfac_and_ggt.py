@@ -224,3 +224,12 @@ def test_sparse_mfac_is_mfac_with_top_k() -> None:
         assert state["tail_idx"].shape == (1, 3, 12)  # ceil of 11.04
         assert state["window_idx"].dtype == torch.int16
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pairs(m=[1, 4, 9], beta2=[1.0, 0.9, 0.5], eps=[1e-2, 1e-5])
+def test_decay_of_the_window(m: int, beta2: float, eps: float) -> None:
+    opt, params = new("ggt", betas=(0.0, beta2), window_size=m, eps=eps)
+    g = noise(3 * m + 2, D)
+    for step in range(len(g)):
+        expected = root_direction(rows_at(g, step, m), g[step], eps, beta2)
+        assert_near(push(opt, params, g[step]), expected, 1e-9, step)

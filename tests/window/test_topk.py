@@ -10,9 +10,20 @@ from secondorder import MFAC, TopK
 from secondorder.curvature.window import topk
 from tests.support.building import built
 from tests.support.grid import each
-from tests.support.oracles.window import fisher_direction
+from tests.support.oracles.window import TopKRows, fisher_direction
 from tests.support.tasks import snapshot
-from tests.support.window import assert_near, differences, history, noise, parameters, push, residual, size, states
+from tests.support.window import (
+    assert_near,
+    differences,
+    history,
+    noise,
+    parameters,
+    push,
+    residual,
+    size,
+    spans,
+    states,
+)
 
 SHAPES = [(9, 15), (64,), (5,), (3, 1)]  # in blocks of 64: two and a short one, one exactly, short ones
 D = size(SHAPES)
@@ -128,3 +139,33 @@ def test_packed_errors_of_dense_rows_are_refused() -> None:
             TopK(density=1, error_bits=bits)
     for density in (1, 1.0):
         TopK(density=density)
+
+
+SPECS: dict[str, dict[str, Any]] = {
+    "float32": {"density": 0.3},
+    "float64": {"density": 0.3, "value_dtype": torch.float64},
+    "bfloat16": {"density": 0.3, "value_dtype": torch.bfloat16},
+    "one-in-a-hundred": {"density": 0.01},
+    "forgetful": {"density": 0.3, "error_feedback": False},
+}
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_largest_entries_of_every_block_are_sent(spec: str) -> None:
+    """They are compared with a loop over blocks; the learning rate changes."""
+    settings = {"block_size": 64, **SPECS[spec]}
+    for dtype in (torch.float64, torch.float32):
+        params = parameters(SHAPES, dtype)
+        opt = MFAC(params, lr=0.25, window_size=3, compression=TopK(**settings))
+        loops = [TopKRows(p.numel(), settings, dtype) for p in params]
+        for step in range(11):
+            lr = opt.param_groups[0]["lr"] = 0.25 * 2.0 ** (step % 3)
+            g = noise(D, seed=step)
+            push(opt, params, g)
+            for i, (loop, columns) in enumerate(zip(loops, spans(params), strict=True)):
+                row = loop.send(g[columns], lr)
+                assert torch.equal(history(opt, params, [0, 1, 2, 3], 64)[-1, columns], row)
+                if settings.get("error_feedback", True):
+                    assert torch.equal(residual(states(opt)[i], len(columns)), loop.error.double())
+                else:
+                    assert not any("error" in key for key in states(opt)[i])

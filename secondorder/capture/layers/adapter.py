@@ -108,7 +108,7 @@ class Adapter(ABC):
         """Whether a is the constant 1, so that no input rows are needed."""
         return not self.has_weight
 
-    def steepness(self, mean_value: Tensor, approx: str) -> Tensor:
+    def damping_reference(self, mean_value: Tensor, approx: str) -> Tensor:
         """Return the mean eigenvalues to which relative damping refers, ``[(Γ)]``, from those of the blocks."""
         is_summed = self.sums_may_vanish and (approx == "reduce" or self.constant_input)
         if self.groups == 1 or not (self.is_exact or is_summed):
